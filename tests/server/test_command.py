@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
@@ -37,18 +38,21 @@ def status(url: str) -> int | None:
         return None
 
 
-def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm() -> None:
+def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # With several threads on a busy machine a pass could take longer than the time for running sequences.
     own = {**os.environ, "TRIFORCE_TREE_API_KEY": "sk-env", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "triforce_tree", *COMMAND, "--port", str(port)]
-    with subprocess.Popen(command, env=own) as process:
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, subprocess.Popen(command, env=own, stderr=stderr) as process:
         try:
             seen = []
             # On a busy machine the import of transformers takes long.
             until(lambda: process.poll() is not None or seen.append(status(url)) or seen[-1] == 200, 240)
             assert 503 in seen
+            for _ in range(2):
+                assert status(url) == 200
             with pytest.raises(openai.AuthenticationError):
                 client_of(url, "other").models.list()
             stream = client_of(url, "sk-env").completions.create(
@@ -61,6 +65,10 @@ def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm() -
             assert text + [chunk.choices[0].text for chunk in chunks]
             # uvicorn raises the signal again at its end.
             assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
+            said = log.read_text()
+            # A line for each request, and none for probes.
+            assert '"POST /v1/completions HTTP/1.1" 200' in said
+            assert "/health" not in said
         finally:
             process.kill()
 

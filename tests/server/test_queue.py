@@ -382,7 +382,7 @@ def test_requests_before_the_model_is_loaded(engine: Engine) -> None:
         health = client.with_options(base_url=url)
         with pytest.raises(openai.InternalServerError) as raised:
             health.get("/health", cast_to=object)
-        assert raised.value.body == {"status": "loading"}
+        assert raised.value.body == {"status": "loading", "reason": "the model is being loaded"}
         loaded.set_result(engine)
         assert health.get("/health", cast_to=object) == {"status": "ok"}
         assert client.completions.create(**asked).choices[0].text == expected(engine, PROMPT, 3)

@@ -22,15 +22,42 @@ _TEXTS = ("--prompt", "--text", "-p")
 class Parser(argparse.ArgumentParser):
     """Reports a bad option in one line, without the usage."""
 
+    _file: str | None = None
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        where = f"{self._file}: " if self._file else ""
+        self.exit(2, f"{self.prog}: {where}{message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns argparse's result. An unknown option is an error of the command that it was given to."""
+        """Returns argparse's result. An unknown option is an error of the command that it was given to.
+
+        If a command with the option ``--config`` was given a file, options come from it too. Those of the
+        command line replace them.
+        """
+        found = self._known(args, namespace)
+        path = getattr(found, "config", None) if "--config" in self._option_string_actions else None
+        if path is not None:
+            # Imported here, since it imports this module.
+            from triforce_tree.cli.config_file import words_of
+
+            try:
+                words = words_of(path, self)
+            except OSError as error:
+                self.error(f"--config {path}: {error.strerror or error}")
+            except ValueError as error:
+                self.error(str(error))
+            self._file = path
+            # By itself first, so that an error names the file.
+            self._known(words, namespace)
+            self._file = None
+            found = self._known([*words, *args], namespace)
+        return found, []
+
+    def _known(self, args: Any, namespace: Any) -> Any:
         found, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}{self._instead_of(left[0])}")
-        return found, left
+        return found
 
     def _instead_of(self, word: str) -> str:
         """Returns a suggestion for an unknown option, to append to the message."""

@@ -24,8 +24,10 @@ from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import RefusedError, not_served, shown
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Sizes
-from triforce_tree.server.scheduler import Limits, Scheduler
+from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
 from triforce_tree.server.service import Service
+from triforce_tree.server.throughput import log_throughput
+from triforce_tree.server.warm_up import default_prompt, warm_up
 
 # The most bytes of a request follow from the most tokens of a prompt, with 64 bytes of JSON per token (an
 # escaped character takes up to twelve). The other limits are for models without a most number of tokens, and
@@ -44,6 +46,8 @@ class Served:
         body: most bytes of a request; None for a limit that follows from the model's longest prompt.
         origins: the origins of web pages whose scripts may send requests (CORS); ``*`` for all.
         reading: most seconds of CPU time to parse and tokenize a request, and as many more for each MiB.
+        warm_up: tokens of the longest prompt that is decoded before requests are answered, so that stages are
+            prepared; 0 for none, and None for a length that fits the device.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Served:
     body: int | None = None
     origins: tuple[str, ...] = ()
     reading: float = 5.0
+    warm_up: int | None = 0
 
 
 class _Running:
@@ -61,13 +66,15 @@ class _Running:
         self.served, self.metrics = served, Metrics()
         self.service: Service | None = None
         self.most_bytes = 0
+        self._status, self._reason = "loading", "the model is being loaded"
         self._closed = False
 
     def begin(self, engine: Engine) -> None:
-        """Creates the service for a loaded engine, which then answers requests.
+        """Creates the service for a loaded engine, which answers requests after its warm-up.
 
         Raises:
-            ValueError: the engine has no tokenizer, or one that cannot be sent to another process.
+            ValueError: the engine has no tokenizer, or one that cannot be sent to another process, or the
+                warm-up failed.
         """
         served, target = self.served, engine.target
         if engine.tokenizer is None:
@@ -76,8 +83,7 @@ class _Running:
         readers = Readers(engine.tokenizer, sizes, served.reading)
         longest = _ANY_BYTES if sizes.positions is None else sizes.positions * _TOKEN_BYTES
         self.most_bytes = served.body or max(_LEAST_BYTES, longest)
-        scheduler = Scheduler(engine, served.limits, self.metrics.ended)
-        self.metrics.watch(scheduler)
+        scheduler = Scheduler(engine, served.limits, self._ended, self._passed)
         # Existing objects of libraries and models are excluded from garbage collection, which would stop the
         # server for a second. An engine that has already generated has captured graphs, which only garbage
         # collection frees.
@@ -87,6 +93,29 @@ class _Running:
         self.service = Service(engine, served.name, scheduler, readers, self.metrics)
         if self._closed:
             scheduler.stop()
+        elif served.warm_up != 0:
+            tokens = served.warm_up or default_prompt(engine, served.limits.batch_tokens)
+            warm_up(engine, scheduler, tokens, self._preparing)
+        self.metrics.watch(scheduler)
+        self._status = "ok"
+
+    def _preparing(self, step: str) -> None:
+        self._status, self._reason = "preparing", step
+
+    def _ended(self, sequence: ServedText) -> None:
+        # The sequences of the warm-up are not counted.
+        if self._status == "ok":
+            self.metrics.ended(sequence)
+
+    def _passed(self, sequence: ServedText, tokens: int, seconds: float | None) -> None:
+        if self._status == "ok":
+            self.metrics.passed(sequence, tokens, seconds)
+
+    async def report(self) -> None:
+        """Logs the throughput as soon as requests are answered, until it is cancelled."""
+        while self.service is None or self._status != "ok":
+            await asyncio.sleep(1)
+        await log_throughput(self.metrics, self.service.scheduler)
 
     def stop(self) -> None:
         """Ends all sequences after the running pass of decoding."""
@@ -102,17 +131,20 @@ class _Running:
             gc.unfreeze()
 
     @property
-    def status(self) -> str:
-        """The status for ``/health``: ``loading``, ``ok`` or ``failed``."""
-        if self.service is None:
-            return "loading"
-        return "ok" if self.service.scheduler.alive else "failed"
+    def state(self) -> tuple[str, str | None]:
+        """Returns the state for ``/health``, and why requests are not answered, if they are not.
+
+        The state is ``loading``, ``preparing``, ``ok`` or ``failed``.
+        """
+        if self.service is not None and not self.service.scheduler.alive:
+            return "failed", "decoding has failed"
+        return self._status, None if self._status == "ok" else self._reason
 
     async def answer(self, request: Request, chat: bool) -> Response:
         """Returns the reply to a request; errors are raised as RefusedError with a status."""
-        if self.service is None or not self.service.scheduler.alive:
-            why = "the model is being loaded; ask again" if self.service is None else "decoding has failed"
-            raise RefusedError(why, 503, retry=5)
+        if (why := self.state[1]) is not None:
+            raise RefusedError(f"{why}; ask again", 503, retry=5)
+        assert self.service is not None
         return await self.service.answer(await self._body(request), chat, request)
 
     async def _body(self, request: Request) -> bytes:
@@ -162,9 +194,11 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
             engine.add_done_callback(begin)
         else:
             await asyncio.to_thread(running.begin, engine)
+        reporter = asyncio.create_task(running.report())
         try:
             yield
         finally:
+            reporter.cancel()
             await asyncio.to_thread(running.close)
 
     description: dict[str, Any] = {
@@ -186,7 +220,9 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         return reply(description)
 
     async def health(request: Request) -> Response:
-        return reply({"status": running.status}, 200 if running.status == "ok" else 503)
+        state, why = running.state
+        more = {} if why is None else {"reason": why}
+        return reply({"status": state} | more, 200 if state == "ok" else 503)
 
     async def exposed(request: Request) -> Response:
         return Response(running.metrics.exposed(), media_type=CONTENT_TYPE_LATEST)

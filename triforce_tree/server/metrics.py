@@ -1,6 +1,7 @@
 """Metrics of a server for Prometheus."""
 
 import time
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,11 +18,24 @@ from triforce_tree.server.scheduler import Scheduler, ServedText
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
+class Totals(NamedTuple):
+    """Numbers that grow: tokens of prompts whose first new token is there, new tokens, passes of sequences,
+    and of the sequences that have ended the reused tokens and all tokens of their prompts.
+    """
+
+    prompt: int
+    new: int
+    passes: int
+    reused: int
+    ended_prompts: int
+
+
 class Metrics:
     """Counts sequences and tokens. Names begin with ``triforce_tree_``; process metrics with ``process_``."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self._ended_prompts = 0
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
 
@@ -36,6 +50,12 @@ class Metrics:
         )
         self._accepted = Counter(
             named("accepted_tokens"), "Draft tokens that the target accepted.", registry=registry
+        )
+        self._passes = Counter(
+            named("sequence_passes"),
+            "Passes of the target, counted for each sequence of the batch; each adds one token and the draft "
+            "tokens that it accepted.",
+            registry=registry,
         )
         self._reused = Counter(
             named("reused_tokens"),
@@ -63,6 +83,12 @@ class Metrics:
             named("token_seconds"), "Seconds of decoding per new token of a sequence.",
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=registry,
         )  # fmt: skip
+        self._between = Histogram(
+            named("inter_token_seconds"),
+            "Seconds between two passes of a sequence, divided among the tokens of the later one.",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, 10),
+            registry=registry,
+        )
         self._stored = Gauge(
             named("kv_stored_tokens"),
             "KV slots in use by running sequences; a slot shared by several counts once.",
@@ -89,11 +115,26 @@ class Metrics:
         """Counts a request that was refused because the queue was full."""
         self._requests.labels("refused").inc()
 
+    def passed(self, sequence: ServedText, tokens: int, seconds: float | None) -> None:
+        """Counts the new tokens of a pass.
+
+        Args:
+            seconds: the time since the sequence's pass before it; None for the first one.
+        """
+        self._passes.inc()
+        self._new.inc(tokens)
+        if seconds is None:
+            assert sequence.stream is not None
+            assert sequence.stream.first is not None
+            self._first.observe(sequence.stream.first - sequence.began)
+            self._prompt.inc(len(sequence.prompt))
+        else:
+            for _ in range(tokens):
+                self._between.observe(seconds / tokens)
+
     def ended(self, sequence: ServedText) -> None:
         """Counts a sequence that has ended, was cancelled or has failed."""
         self._waited.observe(sequence.waited)
-        if sequence.stream is not None and sequence.stream.first is not None:
-            self._first.observe(sequence.stream.first - sequence.began)
         output = sequence.output
         if output is None:
             self._requests.labels("cancelled" if sequence.error is None else "failed").inc()
@@ -101,9 +142,8 @@ class Metrics:
         self._requests.labels("cancelled" if sequence.cut else "ended").inc()
         self._whole.observe(time.monotonic() - sequence.began)
         self._reused.inc(int(sequence.result("reused_tokens")))
+        self._ended_prompts += len(sequence.prompt)
         new = int(sequence.result("new_tokens"))
-        self._prompt.inc(len(sequence.prompt))
-        self._new.inc(new)
         if new and output.decode_seconds is not None:
             self._token.observe(output.decode_seconds / new)
         if output.prefill_seconds is not None:
@@ -111,6 +151,17 @@ class Metrics:
         if output.levels:
             self._proposed.inc(output.levels[-1].proposed)
             self._accepted.inc(output.levels[-1].accepted)
+
+    def totals(self) -> "Totals":
+        """Returns what was counted since the start."""
+
+        def total(name: str) -> int:
+            return int(self._registry.get_sample_value(f"triforce_tree_{name}_total") or 0)
+
+        return Totals(
+            total("prompt_tokens"), total("new_tokens"), total("sequence_passes"), total("reused_tokens"),
+            self._ended_prompts,
+        )  # fmt: skip
 
     def exposed(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""

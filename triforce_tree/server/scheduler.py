@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -197,10 +198,17 @@ class Scheduler:
         engine: decodes the sequences; it must have a tokenizer.
         limits: the limits of the queue and of the batches.
         done: called with each sequence when it has ended, for metrics.
+        passed: called with a sequence after each of its passes, see :class:`TextStream`.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, done: Callable[[ServedText], None]) -> None:
-        self.engine, self.limits, self._done = engine, limits, done
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        done: Callable[[ServedText], None],
+        passed: Callable[[ServedText, int, float | None], None] = lambda *_: None,
+    ) -> None:
+        self.engine, self.limits, self._done, self._passed = engine, limits, done, passed
         self._queue: deque[ServedText] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -316,8 +324,9 @@ class Scheduler:
         assert tokenizer is not None
         sequence.end_waiting()
         sequence.stream = TextStream(
-            tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives
-        )
+            tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives,
+            partial(self._passed, sequence),
+        )  # fmt: skip
         self.running += 1
 
     def wanted(self, batch: _Batch, fits: Fits) -> int:

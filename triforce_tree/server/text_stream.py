@@ -55,10 +55,12 @@ class TextStream(TokenStreamer):
         emit: a callback for each piece of text, called in the thread of the generation.
         cancelled: returns whether the generation should end because nobody waits for the text.
         alternatives: number of most probable tokens to report for each new token.
+        passed: called after each pass with the number of its new tokens, and the seconds since the pass
+            before it; None for the first one.
 
     Attributes:
         text: the text that was emitted so far.
-        first: the time of the first new token by ``time.monotonic``; None before.
+        first, newest: the times of the first and of the last pass by ``time.monotonic``; None before.
         count: number of new tokens, including those of a stop string, but none after it.
         logprobs: log-probabilities of the ``count`` new tokens by the target's distribution; empty if the
             client wants none.
@@ -71,12 +73,15 @@ class TextStream(TokenStreamer):
         emit: Callable[[str], None],
         cancelled: Callable[[], bool],
         alternatives: int = 0,
+        passed: Callable[[int, float | None], None] = lambda tokens, seconds: None,
     ) -> None:
+        self._passed = passed
         self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
         self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
         self._new = NewText(self._vocabulary, (), (), self._stop)
         self.text, self.count = "", 0
         self.first: float | None = None
+        self.newest: float | None = None
         self.logprobs: list[TokenLogprobs] = []
         self._coming: list[tuple[float, list[tuple[int, float]]]] = []
         self._taken = 0
@@ -90,7 +95,8 @@ class TextStream(TokenStreamer):
         self._new = NewText(self._vocabulary, tokens, end_tokens, self._stop)
 
     def put_tokens(self, tokens: Sequence[int]) -> bool:
-        self.first = self.first or time.monotonic()
+        now, before, known = time.monotonic(), self.newest, self.count
+        self.first, self.newest = self.first or now, now
         pieces = []
         for token, scores in zip(tokens, self._scores(len(tokens)), strict=True):
             # Tokens that the same pass emitted after a stop string are not part of the reply.
@@ -100,6 +106,7 @@ class TextStream(TokenStreamer):
             if scores is not None:
                 self.logprobs.append(self._scored(token, *scores))
             pieces.append(self._new.put(token))
+        self._passed(self.count - known, None if before is None else now - before)
         self._send("".join(pieces))
         return self.stopped or self._cancelled()
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser
-from triforce_tree.cli.parsing import above_zero, positive
+from triforce_tree.cli.parsing import above_zero, not_negative, positive
 
 
 def add(subparsers: Any) -> None:
@@ -14,6 +14,11 @@ def add(subparsers: Any) -> None:
         "triforce_tree.cli.serve.run",
         "Answer OpenAI's chat completions and completions over HTTP; needs pip install '.[server]'.",
     )
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="TOML or YAML file (.toml, .yaml, .yml) with values of the other options by name, as in port: "
+        "8000; options of the command line replace them",
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     parser.add_argument("--port", type=positive, default=8000, help="port to listen on")
     parser.add_argument("--model-name", help="what clients call the model; by default what --target names")
@@ -37,8 +42,13 @@ def add(subparsers: Any) -> None:
         help="of processor time for a request's chat template and tokenizer, and as many again for each MiB",
     )  # fmt: skip
     parser.add_argument(
+        "--warm-up-tokens", type=not_negative, metavar="N",
+        help="tokens of the longest prompt that is decoded before requests are answered, so that stages are "
+        "prepared; 0 for none; by default --max-batch-tokens on a GPU, and 64 on a CPU",
+    )  # fmt: skip
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info",
-        help="of what stderr gets; info has a line for each request",
+        help="of what stderr gets; info has a line for each request, and one of throughput every ten seconds",
     )  # fmt: skip
     parser.add_argument(
         "--allowed-origins", nargs="+", default=[], metavar="URL",

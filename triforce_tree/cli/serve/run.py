@@ -1,6 +1,7 @@
 """``triforce-tree serve``: an OpenAI-compatible server."""
 
 import argparse
+import logging
 import os
 import sys
 import threading
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
     most = None if args.max_body is None else bytes_of(args.max_body, "--max-body")
-    served = Served(name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout)
+    served = Served(
+        name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout, args.warm_up_tokens
+    )  # fmt: skip
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
     # Bound before anything was loaded, see ``cli.early``.
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             loaded.set_exception(problem)
             server.should_exit = True
             return
-        # Begins to answer.
+        # Begins to answer, after the warm-up.
         loaded.set_result(engine)
         if app.state.problem is not None:
             server.should_exit = True
@@ -75,6 +78,16 @@ def run(args: argparse.Namespace) -> int:
     return 130 if server.interrupted_again else 0
 
 
+class _Requests(logging.Filter):
+    """Leaves out lines of probes, which come every few seconds, unless the level is debug."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn logs the client, method, path, HTTP version and status.
+        path = record.args[2] if isinstance(record.args, tuple) and len(record.args) == 5 else None
+        probes = logging.getLogger("uvicorn.access").isEnabledFor(logging.DEBUG)
+        return probes or path not in ("/health", "/metrics")
+
+
 def _log_config(level: str) -> dict[str, Any]:
     """Returns a configuration of Python's logging that writes lines with times to stderr."""
     line = {"format": "%(asctime)s %(levelname)s %(message)s"}
@@ -84,10 +97,14 @@ def _log_config(level: str) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": line},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "filters": {"requests": {"()": _Requests}},
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
+            "access": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["requests"]},
+        },
         "loggers": {
             "uvicorn": {"handlers": ["stderr"], "level": own, "propagate": False},
-            "uvicorn.access": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
+            "uvicorn.access": {"handlers": ["access"], "level": level.upper(), "propagate": False},
             "triforce_tree.server": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
         },
     }

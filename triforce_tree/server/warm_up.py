@@ -1,0 +1,75 @@
+"""Decodes a few tokens before the server answers, so that no client waits for kernels and captured stages."""
+
+import json
+import threading
+from collections.abc import Callable
+
+from triforce_tree.bench.texts import pydoc_text, surrounding
+from triforce_tree.engine import Engine
+from triforce_tree.runtime.progress_log import logged
+from triforce_tree.server.protocol import request_of
+from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
+
+# Tokens of the short prompt, and new tokens: enough passes for each of their stages to be used.
+_SHORT, _NEW = 64, 24
+_LOOK = 0.05
+
+
+def default_prompt(engine: Engine, batch_tokens: int) -> int:
+    """Returns how many tokens the longest prompt of a warm-up has.
+
+    On a GPU buffers are made and stages are captured for a length, so it is the longest one that a batch of
+    several prompts may have. On a CPU nothing is captured, and a long prompt would only take time.
+    """
+    return _SHORT if engine.target.device.type == "cpu" else batch_tokens
+
+
+def warm_up(engine: Engine, scheduler: Scheduler, prompt_tokens: int, said: Callable[[str], None]) -> None:
+    """Decodes after a short prompt and after one of ``prompt_tokens``, greedily and sampled.
+
+    The longest prompt comes last, because the buffers of the last batch are kept. If the scheduler is
+    stopped, the warm-up ends.
+
+    Args:
+        engine: the engine of the scheduler; it has a tokenizer.
+        said: called with the next step in words.
+
+    Raises:
+        ValueError: decoding failed. The message names the option that shortens the prompt.
+    """
+    assert engine.tokenizer is not None
+    new, positions = scheduler.limits.new_tokens, engine.target.max_positions
+    longest = prompt_tokens if positions is None else max(1, min(prompt_tokens, positions - new))
+    ids = surrounding(engine.tokenizer, pydoc_text(), longest, "warm-up")
+    new = new if positions is None else min(new, positions - longest)
+    for length in sorted({min(_SHORT, longest), longest}):
+        for temperature, how in ((0, "greedy"), (1, "sampled")):
+            step = f"preparing {how} decoding after prompts of {length:,} tokens"
+            said(step)
+            with logged(step):
+                try:
+                    problem = _decoded(scheduler, ids[:length], new, temperature)
+                except ClosedError:
+                    return
+            if problem is not None:
+                raise ValueError(
+                    f"the warm-up with a prompt of {length:,} tokens failed ({problem}); give "
+                    "--warm-up-tokens a smaller number, or 0 for no warm-up"
+                ) from problem
+
+
+def _decoded(scheduler: Scheduler, prompt: list[int], new: int, temperature: int) -> BaseException | None:
+    """Decodes ``_NEW`` tokens with buffers for ``new``; returns the error, if there was one."""
+    fields = {"model": "", "prompt": prompt, "temperature": temperature}
+    asked = request_of(json.dumps(fields).encode(), chat=False)
+    ended = threading.Event()
+
+    def emit(text: str | None) -> None:
+        if text is None:
+            ended.set()
+
+    sequence = ServedText(prompt, {"max_new_tokens": new, **asked.sampling()}, (), emit)
+    scheduler.submit([sequence])
+    while not ended.wait(_LOOK):
+        sequence.cancelled |= sequence.stream is not None and sequence.stream.count >= _NEW
+    return sequence.error
