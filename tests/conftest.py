@@ -33,7 +33,7 @@ SAMPLED = 2
 """Parameter sets of one test that are run with ``--sample``; with three, two cores take over 15 minutes."""
 
 # Folders with packages of the extra `test` that their tests import; without these they are not collected.
-NEEDED = {"server": ("openai", "prometheus_client", "starlette", "uvicorn")}
+NEEDED = {"server": ("aiohttp", "openai", "prometheus_client", "starlette", "uvicorn")}
 MISSING = {
     folder: missing for folder, names in NEEDED.items() if (missing := [n for n in names if not find_spec(n)])
 }

@@ -59,6 +59,11 @@ BENCHMARKS = {
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
         "clients_{machine}.jsonl",
     ),
+    "serving": Benchmark(
+        "benchmarks.requests.serving",
+        "1 to 32 clients of our server, or of another: docs/server.md",
+        "serving_{machine}.jsonl",
+    ),
     "saved_sessions": Benchmark(
         "benchmarks.requests.saved",
         "saving and loading a session beside writing and reading the same bytes: docs/sessions.md",

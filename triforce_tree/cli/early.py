@@ -114,6 +114,19 @@ def bench(args: argparse.Namespace) -> None:
     (_fit if hasattr(args, "depths") else _cut)(args, args.lengths, getattr(args, "new_tokens", 1))
 
 
+def bench_serve(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ValueError("bench serve needs aiohttp; pip install aiohttp")
+    if not re.match(r"https?://\S", args.url):
+        raise ValueError(f"--url {args.url!r} is no address; give one as http://127.0.0.1:8000/v1")
+    if args.pause and args.rate:
+        raise ValueError("--pause is for --clients; leave it out with --rate")
+    if args.out:
+        check_writable(args.out)
+    if args.dataset is None:
+        documents(args)
+
+
 def _prompt(args: argparse.Namespace) -> None:
     """Reads the prompt into ``args.given_prompt``, because stdin can be read only once."""
     _engine(args)

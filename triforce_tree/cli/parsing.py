@@ -162,6 +162,13 @@ def above_zero(text: str) -> float:
     return value
 
 
+def not_below_zero(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
+    return value
+
+
 def finite(text: str) -> float:
     value = float(text)
     if not abs(value) < float("inf"):
@@ -194,6 +201,14 @@ def advanced(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
     if name == "select_chunks":
         raise argparse.ArgumentTypeError("select_chunks is a function, and can be given in Python only")
+    return field(text)
+
+
+def field(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE, where VALUE is JSON, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write NAME=VALUE, as in temperature=0")
     try:
         return name, json.loads(value)
     except ValueError:

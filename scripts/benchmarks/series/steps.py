@@ -129,6 +129,7 @@ GPU = (
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--context 256 --questions 2 --new 8 --runs 1"),
+    _bench("serving", "serving", 40, tiny="--text python-topics"),
     _bench("clients", "clients", 8, tiny="--clients 2 --levels 2 --context 384 --new 8 --runs 1"),
     _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
     _bench("on-chip-8b", "on_chip --part 8b", 6, tiny="--part 8b"),

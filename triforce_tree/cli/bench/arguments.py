@@ -3,7 +3,7 @@
 from typing import Any
 
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_seed_and_out, add_text_source
-from triforce_tree.cli.parsing import depth, positive, temperature
+from triforce_tree.cli.parsing import above_zero, depth, field, not_below_zero, positive, temperature
 
 # The names in bench.baselines.METHODS.
 METHODS = (
@@ -22,12 +22,15 @@ PG19 = "emozilla/pg19-test"
 def add(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     bench = commands.add_parser(
-        "bench", help="Measure speed on a text, a data set (text) or books (pg19), or accuracy (needle)."
+        "bench",
+        help="Measure speed on a text, a data set (text) or books (pg19), accuracy (needle), or a server "
+        "(serve).",
     )
     kinds = bench.add_subparsers(required=True, metavar="kind")
     _text(kinds)
     _pg19(kinds)
     _needle(kinds)
+    _serve(kinds)
 
 
 def _text(kinds: Any) -> None:
@@ -132,3 +135,55 @@ def _needle(kinds: Any) -> None:
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
+
+
+def _serve(kinds: Any) -> None:
+    parser = add_parser(
+        kinds,
+        "serve",
+        "triforce_tree.cli.bench.serve",
+        "Send requests to a running server with OpenAI's API, ours or another, and measure when their tokens "
+        "come: percentiles of the time to the first token and of the time of a token, and tokens per second. "
+        "Every prompt has a beginning of its own. A key is taken from $OPENAI_API_KEY.",
+        "bench_serve",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server, up to /v1")
+    parser.add_argument("--model", help="what the server calls the model; by default its first one")
+    parser.add_argument("--chat", action="store_true", help="send chats instead of completions")
+    parser.add_argument(
+        "--field", action="append", type=field, default=[], metavar="NAME=VALUE",
+        help="a further field of each request, as in temperature=0 or ignore_eos=true; give it again for "
+        "several",
+    )  # fmt: skip
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument(
+        "--clients", type=positive, nargs="+", metavar="N",
+        help="so many clients send a request each, and the next one when it is answered; by default 1",
+    )  # fmt: skip
+    when.add_argument(
+        "--rate", type=above_zero, nargs="+", metavar="R",
+        help="requests per second, at random times (a Poisson process)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pause", type=not_below_zero, default=0.0, metavar="SECONDS",
+        help="mean of the random time that a client waits before each request",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt-tokens",
+        type=positive,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="tokens of a prompt, about",
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="most tokens of a reply")
+    parser.add_argument(
+        "--requests", type=positive, metavar="N",
+        help="requests of each measurement; by default four for each client, or 32 with --rate",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=above_zero, metavar="S",
+        help="of each measurement at most; requests that have not ended by then are cut",
+    )  # fmt: skip
+    add_seed_and_out(parser, "prompts and times")
+    add_text_source(parser)
