@@ -426,7 +426,7 @@ class Engine:
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
             [*sequences[:size], *[None] * (size - len(sequences))],
             to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
-            how.progress, self._reuse,
+            how.progress, self._reuse, request.masked,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+import regex
+import torch
 import xgrammar
 
 import triforce_tree
@@ -57,6 +59,30 @@ def test_a_batch_of_different_grammars(engine: Engine, temperature: float) -> No
         assert isinstance(json.loads(anything), dict)
     alone = engine.generate(prompts[1], max_new_tokens=60, temperature=0)
     assert temperature or free == alone.text
+
+
+def test_scores_are_masked(engine: Engine) -> None:
+    out = engine.generate(
+        "ab", max_new_tokens=9, grammar=Regex("[ab]{3,5}[.]"), seed=1, temperature=0.7,
+        output_scores=True, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.scores is not None
+    assert out.logits is not None
+    pieces, text = engine.tokenizer.batch_decode([[token] for token in range(engine.target.vocab_size)]), ""
+    for scores, logits, token in zip(
+        out.scores, out.logits, out.sequences[0, -out.new_tokens :], strict=True
+    ):
+        allowed = scores[0] > -torch.inf
+        torch.testing.assert_close(scores[0, allowed], logits[0, allowed] / 0.7)
+        whole = regex.fullmatch("[ab]{3,5}[.]", text) is not None
+        expected = [
+            id == engine.tokenizer.eos_token_id if whole
+            else regex.fullmatch("[ab]{3,5}[.]", text + piece, partial=True) is not None
+            for id, piece in enumerate(pieces)
+        ]  # fmt: skip
+        assert allowed.tolist() == expected
+        text += pieces[token]
+    assert out.finish_reason == "eos"
 
 
 @pytest.mark.parametrize(

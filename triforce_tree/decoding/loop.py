@@ -99,6 +99,7 @@ class DecodingLoop:
         repeatable: whether the same seed gives the same tokens, see :class:`PassChooser`. Each sequence then
             has the draws that it has alone with the seed ``draws.sequence_seed``.
         by_position: whether sequences may have seeds of their own.
+        masked: whether sequences may have grammars.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
 
@@ -127,9 +128,11 @@ class DecodingLoop:
         by_position: bool = False,
         progress: Progress | None = None,
         reuse: Reuse = "none",
+        masked: bool = False,
     ) -> None:
         self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
         self._by_position, self._progress, self._reuse = by_position, progress, reuse
+        self._masked = masked
         self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
@@ -152,10 +155,11 @@ class DecodingLoop:
         seed: int,
         repeatable: bool = False,
         progress: Progress | None = None,
+        masked: bool = False,
     ) -> "DecodingLoop":
         """Returns a loop over a given program; :meth:`begin` then gives it sequences."""
         nothing: ByIndex = [None] * program.batch
-        loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress)
+        loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress, masked=masked)
         loop._make_program()
         return loop
 
@@ -276,7 +280,7 @@ class DecodingLoop:
         texts = self._texts()
         program = self._programs.make(texts)
         noise = program.use_seeds() if self._by_position else program.seeded
-        program.prepare(self._to_probs)
+        program.prepare(self._to_probs, self._masked)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -408,6 +412,8 @@ class DecodingLoop:
             clock.start()
             if kind != PLAIN:
                 kind = self._prepare_levels(kind, texts, self._after_plain)
+            if self._masked and program.masks is not None:
+                program.masks.begin_pass([None if s is None else s.matcher for s in running])
             self.draws.before_pass([None if text is None else len(text) for text in texts])
             for name, level in program.stages_of_pass(kind):
                 program.run(name, *self.draws.generators)

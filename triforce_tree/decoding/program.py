@@ -35,6 +35,7 @@ from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import DeviceTreeShape, pass_limits
+from triforce_tree.verify.masks import GrammarMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
@@ -117,6 +118,7 @@ class DecodingProgram:
         prepared: the stages of the last kinds of sampling by key, the one selected last at the end.
         selected: the stages that are used now.
         seeded: the noise of sequences with seeds of their own, see :meth:`use_seeds`.
+        masks: the masks of the sequences' grammars, once stages with masks were prepared; else None.
         learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
 
     Raises:
@@ -149,6 +151,7 @@ class DecodingProgram:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.seeded: Seeded | None = None
+        self.masks: GrammarMasks | None = None
         self.prepared: dict[Hashable, PreparedStages] = {}
         self.learnt: dict[Hashable, Learnt] = {}
         if target.streamed is not None and levels == 3:
@@ -218,13 +221,20 @@ class DecodingProgram:
 
     # Stages
 
-    def prepare(self, to_probs: ProbsFromLogits) -> None:
+    def prepare(self, to_probs: ProbsFromLogits, masked: bool = False) -> None:
         """Selects the stages for this kind of sampling, and makes and captures them if there are none.
 
         Sequences must be prefilled or rewound afterwards, because the trial runs of a capture use their
         buffers.
+
+        Args:
+            masked: whether sequences may have grammars.
         """
-        key = to_probs.key
+        if masked and self.masks is None:
+            self.masks = GrammarMasks(self.batch, self.target.vocab_size, self.device)
+        if self.masks is not None:
+            self.masks.clear()
+        key = to_probs.key, masked
         found = self.prepared.pop(key, None)
         if found is None:
             if len(self.prepared) >= _MOST_PREPARED:
@@ -232,12 +242,18 @@ class DecodingProgram:
                 del self.prepared[next(iter(self.prepared))]
                 if self.device.type == "cuda":
                     free_memory()
-            found = self._new_stages(DeviceProbs(to_probs, self.device, self.noise))
+            masks = self.masks if masked else None
+            found = self._new_stages(DeviceProbs(to_probs, self.device, self.noise, masks))
             self.capture_seconds += found.seconds
         self.selected = self.prepared[key] = found
         self.selected.to_probs.set(to_probs)
         if self.seeded is not None:
             self.seeded.clear()
+
+    @property
+    def masked(self) -> bool:
+        """Returns whether sequences may have grammars."""
+        return self.selected.to_probs.masked
 
     def _new_stages(self, to_probs: DeviceProbs) -> PreparedStages:
         """Returns the stages for one kind of sampling, with trees of the first shape.

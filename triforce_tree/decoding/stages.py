@@ -22,6 +22,7 @@ from triforce_tree.runtime.executor import Step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.verify.noise import Noise
+from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.verifier import Acceptance, Verifier
 
@@ -62,7 +63,7 @@ class DraftStage:
         if probs is not None:
             self.tree.probs = probs[:, probs.shape[1] - self.tree.probs.shape[1] :]
         self.noise = [to_probs.noise(state.batch, self.tree.probs.shape[1], reported)]
-        self.sampler = Sampler(to_probs, self.noise[0])
+        self.sampler = Sampler(to_probs, self.noise[0], self.tree.probs.shape[1])
 
     def steps(self) -> list[Step]:
         capturable = self.drafter.capturable and (self.drafter.deterministic or self.sampler.capturable)
@@ -101,7 +102,9 @@ class RetrievalVerifyStage:
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._lengthen, self.view)
+        return self.verifier.steps(
+            self._forward, self._lengthen, self.view, lambda: self.tree.paths(self.state, self.state.end)
+        )
 
     def _forward(self) -> None:
         self._root = self.state.end
@@ -152,11 +155,14 @@ class ChainVerifyStage:
 
     def steps(self) -> list[Step]:
         drafting = self.tail.steps() if self.tail is not None else []
-        return [*drafting, *self.verifier.steps(self._forward, self._commit, self.view)]
+        verifying = self.verifier.steps(self._forward, self._commit, self.view, self._paths)
+        return [*drafting, Step(self.laid_out.fill), *verifying]
+
+    def _paths(self) -> NodePaths:
+        return self.tree.paths(self.state, self.state.length)
 
     def _forward(self) -> None:
         self._root = self.state.length.clone()
-        self.laid_out.fill()
         self.verifier.forward(
             self.tree, self._root, self.view, None if self.tail is None else self.tree.mask_words
         )
@@ -180,7 +186,9 @@ class TreeVerifyStage:
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.view)
+        return self.verifier.steps(
+            self._forward, self._commit, self.view, lambda: self.tree.paths(self.state, self.state.length)
+        )
 
     def _forward(self) -> None:
         self._root = self.state.length.clone()
@@ -227,7 +235,9 @@ class PlainStage:
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.view)
+        return self.verifier.steps(
+            self._forward, self._commit, self.view, lambda: self.tree.paths(self.state, self.state.length)
+        )
 
     def _forward(self) -> None:
         self._root = self.state.length.clone()

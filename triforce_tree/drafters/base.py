@@ -26,6 +26,7 @@ from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import Shape, parse_shape
+from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.probs import Sampler
 
 # Benchmarks reset a sequence to its prompt after short runs. Hidden states before the prompt's end are still
@@ -136,24 +137,13 @@ class TokenTree:
             parent_bits = self.mask_words.gather(1, parents.clamp_min(0))
             self.mask_words.copy_(torch.where(parents < 0, self_bits, parent_bits | self_bits))
 
-    def paths(self, state: SequenceState, root: Tensor, nodes: slice = slice(None)) -> list[Tensor | None]:
-        """Returns all tokens of the sequence up to and including each of ``nodes``.
-
-        Each is int64 ``[L]``, or None for an unused node. The batch must be 1. This waits for the device, so
-        it is called only for logits processors that depend on the tokens.
+    def paths(self, state: SequenceState, root: Tensor, nodes: slice = slice(None)) -> NodePaths:
+        """Returns the tokens of the sequences up to and including each of ``nodes``.
 
         Args:
-            root: int64 ``[1]``, the position of node 0 in the sequence.
+            root: int64 ``[B]``, the position of node 0 in each sequence.
         """
-        prefix = state.tokens[0, : int(root[0]) + 1]
-        tokens, parents = self.tokens[0].tolist(), self.parents[0].tolist()
-        paths: list[list[int]] = [[]]
-        for node in range(1, len(tokens)):
-            paths.append([*paths[parents[node]], tokens[node]])
-        return [
-            torch.cat([prefix, prefix.new_tensor(path)]) if min(path, default=0) >= 0 else None
-            for path in paths[nodes]
-        ]
+        return NodePaths(state, self.tokens, self.parents, root, nodes)
 
 
 class Drafter:

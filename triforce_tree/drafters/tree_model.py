@@ -1,7 +1,6 @@
 """A drafter that grows trees with a draft model, one forward per depth for all sequences together."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -208,7 +207,7 @@ class GrownTree:
             width, states = nodes.stop - nodes.start, self._pass(tree, nodes)
             logits = model(self._ids[d], self._positions[:, columns], self._views[d], width, states)
             probs = tree.probs[:, nodes]
-            paths = partial(tree.paths, state, end, nodes)
+            paths = tree.paths(state, end, nodes)
             draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
             mask = self._views[d + 1].mask if d + 1 < self.depth else None
             step.place_nodes(

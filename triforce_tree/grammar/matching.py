@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -60,6 +61,18 @@ class Matcher:
         copied = self._matcher.fork()
         return Matcher(copied, self._filler) if copied.accept_token(token) else None
 
+    def masks_of_newest(self, tokens: Sequence[int], vocabulary: int) -> Tensor:
+        """Returns the masks under which the newest n tokens were chosen, int32 ``[n, ceil(V / 32)]``, see
+        :meth:`fill`.
+        """
+        state = self.copy()
+        state.take_back(len(tokens))
+        words = torch.empty(len(tokens), words_of(vocabulary), dtype=torch.int32)
+        for row, token in enumerate(tokens):
+            Matcher.fill([state], words, [row])
+            state.accept([token])
+        return words
+
     def copy(self) -> "Matcher":
         return Matcher(self._matcher.fork(), self._filler)
 
@@ -100,7 +113,8 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._compiler: Any = None
+        # By the tokens that end a text: a compiler must not take them for text.
+        self._compilers: dict[frozenset[int], Any] = {}
         self._filler: Any = None
 
     def of_each(self, grammar: Any, count: int) -> list[MakeMatcher | None] | None:
@@ -135,39 +149,24 @@ class Grammars:
         if not end_tokens:
             raise ValueError("grammar needs a token that ends the text; give eos_token_id")
         xgrammar = _xgrammar()
-        if self._compiler is None:
-            self._compiler = self._new_compiler(xgrammar)
-            self._filler = xgrammar.BatchGrammarMatcher()
+        ends = frozenset(end_tokens)
+        if ends not in self._compilers:
+            self._compilers[ends] = self._new_compiler(xgrammar, sorted(ends))
+            self._filler = self._filler or xgrammar.BatchGrammarMatcher()
         try:
-            compiled = self._compiled(grammar)
+            compiled = _compiled(self._compilers[ends], grammar)
         except RuntimeError as error:
             raise ValueError(
                 f"grammar={shortened(grammar)} cannot be compiled: {_PLACE.sub('', str(error)).strip()}"
             ) from error
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end_tokens))
-        return Matcher(matcher, self._filler)
+        return Matcher(xgrammar.GrammarMatcher(compiled), self._filler)
 
-    def _compiled(self, grammar: Grammar) -> Any:
-        compiler = self._compiler
-        match grammar:
-            case JSONSchema(schema):
-                return compiler.compile_json_schema(schema)
-            case JSONObject():
-                return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
-            case Regex(pattern):
-                return compiler.compile_regex(pattern)
-            case EBNF(text):
-                return compiler.compile_grammar(text)
-            case Choice(options):
-                texts = (json.dumps(option, ensure_ascii=False) for option in options)
-                return compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
-
-    def _new_compiler(self, xgrammar: Any) -> Any:
+    def _new_compiler(self, xgrammar: Any, ends: list[int]) -> Any:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ValueError("grammar needs a tokenizer: load(..., tokenizer=...)")
         read = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=self._vocabulary, stop_token_ids=[0]
+            tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
         # Special tokens add nothing to the text, so that no grammar may take their names for text.
         names = [""] * self._vocabulary
@@ -176,10 +175,25 @@ class Grammars:
             if id < self._vocabulary and id not in special:
                 names[id] = name
         info = xgrammar.TokenizerInfo(
-            names, read.vocab_type, vocab_size=self._vocabulary, stop_token_ids=[0],
+            names, read.vocab_type, vocab_size=self._vocabulary, stop_token_ids=ends,
             add_prefix_space=read.add_prefix_space,
         )  # fmt: skip
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
+
+
+def _compiled(compiler: Any, grammar: Grammar) -> Any:
+    match grammar:
+        case JSONSchema(schema):
+            return compiler.compile_json_schema(schema)
+        case JSONObject():
+            return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+        case Regex(pattern):
+            return compiler.compile_regex(pattern)
+        case EBNF(text):
+            return compiler.compile_grammar(text)
+        case Choice(options):
+            texts = (json.dumps(option, ensure_ascii=False) for option in options)
+            return compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
 
 
 def _xgrammar() -> Any:

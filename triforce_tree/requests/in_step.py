@@ -46,11 +46,10 @@ def decode_in_step(
         on_host: whether logits, scores and log-probabilities are kept and returned in host memory.
     """
     how, sequences = request.how, request.sequences
-    processors, matchers = request.processors, [sequence.matcher for sequence in sequences]
-    if any(matcher is not None for matcher in matchers):
-        processors = LogitsProcessorList(
-            [GrammarProcessor(matchers, request.input_ids.shape[1]), *processors]
-        )
+    processors = request.processors
+    if request.masked:
+        masks = GrammarProcessor([each.matcher for each in sequences], request.input_ids.shape[1])
+        processors = LogitsProcessorList([masks, *processors])
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
     followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)

@@ -55,8 +55,6 @@ def why_in_step(request: Request, vocabulary: int) -> str | None:
     Args:
         vocabulary: V of the scores.
     """
-    if any(sequence.matcher is not None for sequence in request.sequences):
-        return "grammar keeps state"
     for module, entries in ((logits_process, request.processors), (stopping_criteria, request.criteria)):
         for given in entries:
             if (why := _why(given, module, request, vocabulary)) is not None:

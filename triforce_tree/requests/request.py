@@ -229,6 +229,11 @@ class Request:
     how: RunOptions
     pad_token: int
 
+    @property
+    def masked(self) -> bool:
+        """Returns whether a sequence has a grammar."""
+        return any(sequence.matcher is not None for sequence in self.sequences)
+
     @classmethod
     def of(
         cls,

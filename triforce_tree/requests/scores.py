@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.loop import Fresh
+from triforce_tree.kernels.probs.masked import mask_logits
 from triforce_tree.requests.request import Request
 from triforce_tree.runtime.token_ids import id_tensor
 
@@ -58,8 +59,11 @@ class EmittedScores:
             number, own = sequence.number, logits[sequence.index, : len(new)]
             known = self._texts[number].to(logits.device)
             text = texts[number] = torch.cat([known, torch.tensor(new, device=logits.device)])
+            words = None
+            if "scores" in self._values and sequence.matcher is not None:
+                words = sequence.matcher.masks_of_newest(new, own.shape[1]).to(own.device)
             for name, kept in self._values.items():
-                parts.append((kept[number], self._result(name, own, text).to(self._device)))
+                parts.append((kept[number], self._result(name, own, text, words).to(self._device)))
         for own_values, part in parts:
             own_values += part.unbind()
         for number, text in texts.items():
@@ -70,9 +74,9 @@ class EmittedScores:
         for name, kept in self._values.items():
             kept[number] += values[name].to(self._device).unbind()
 
-    def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
+    def _result(self, name: str, logits: Tensor, text: Tensor, words: Tensor | None) -> Tensor:
         """Returns ``[n, V]`` or ``[n]``: the values of the last n tokens of ``text``, which were chosen by
-        ``logits`` ``[n, V]``.
+        ``logits`` ``[n, V]`` under the masks ``words`` of a grammar.
         """
         count = len(logits)
         if name == "logprobs":
@@ -81,6 +85,8 @@ class EmittedScores:
         logits = logits.clone()
         if name == "logits":
             return logits
+        if words is not None:
+            logits = mask_logits(logits, words)
         return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
     def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:

@@ -1,13 +1,17 @@
 """Computes probabilities from logits and draws tokens from them, in a form that CUDA graphs can capture."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from triforce_tree.kernels.probs.softmax import softmax_rows
+from triforce_tree.runtime.executor import Cuts
+from triforce_tree.verify.masks import GrammarMasks, StageMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
+from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Paths = Callable[[], Sequence[Tensor | None]]
@@ -24,13 +28,22 @@ class DeviceProbs:
         to_probs: the logits processors of the request.
         device: device of the logits.
         noise: makes the random numbers of the stages that draw from these distributions.
+        masks: masks of the sequences' grammars; None if no sequence may have one.
 
     Attributes:
         capturable: whether a CUDA graph can capture the computation, that is, no logits processor depends on
             the tokens.
+        masked: whether sequences may have grammars.
     """
 
-    def __init__(self, to_probs: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
+    def __init__(
+        self,
+        to_probs: ProbsFromLogits,
+        device: torch.device,
+        noise: NoiseFactory,
+        masks: GrammarMasks | None = None,
+    ) -> None:
+        self.masked, self._masks = masks is not None, masks
         self.greedy, self._device, self._noise = to_probs.greedy, device, noise
         self.capturable = to_probs.context_free
         self._bound = None if to_probs.context_free else to_probs
@@ -49,6 +62,10 @@ class DeviceProbs:
         if self.greedy:
             rows = uniforms = 0
         return self._noise(batch, rows, vocabulary, uniforms, self._device)
+
+    def masks(self, nodes: int) -> StageMasks | None:
+        """Makes the masks of a stage whose trees have at most ``nodes`` nodes; None without grammars."""
+        return None if self._masks is None else StageMasks(self._masks, nodes)
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
         """Returns processed logits, fp32 ``[B, T, V]``.
@@ -85,18 +102,24 @@ class Sampler:
     Args:
         to_probs: computes probabilities from logits; draft, retrieval model and target share it.
         noise: the random numbers of the draft stage.
+        nodes: most nodes of a tree that get children.
 
     Attributes:
         greedy: whether the most probable tokens, in descending order, are taken instead of drawn ones.
-        capturable: whether drawing can be captured as a CUDA graph.
+        capturable: whether drawing can be captured as a CUDA graph. It is cut where the host computes the
+            masks of grammars.
     """
 
-    def __init__(self, to_probs: DeviceProbs, noise: Noise) -> None:
-        self.to_probs, self.noise = to_probs, noise
-        self.greedy, self.capturable = to_probs.greedy, to_probs.capturable and noise.capturable
+    def __init__(self, to_probs: DeviceProbs, noise: Noise, nodes: int) -> None:
+        self.to_probs, self.noise, self._masks = to_probs, noise, to_probs.masks(nodes)
+        self.greedy = to_probs.greedy
+        self.capturable: bool | Cuts = to_probs.capturable and noise.capturable
+        self._cuts = Cuts(lambda: None)
+        if self._masks is not None and self.capturable:
+            self.capturable = self._cuts
 
     def children(
-        self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
+        self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: NodePaths
     ) -> tuple[Tensor, Tensor]:
         """Draws candidates for the children of F nodes, without replacement.
 
@@ -109,14 +132,17 @@ class Sampler:
                 ``tree.probs``.
             count: K, the number of candidates per node.
             nodes: indices of the F nodes in the tree; each index has random numbers of its own.
-            paths: returns the tokens up to each node, see ``TokenTree.paths``; called only if a logits
-                processor depends on the tokens.
+            paths: the tokens up to each of these nodes, see ``TokenTree.paths``; read only if a logits
+                processor or a grammar depends on the tokens.
 
         Returns:
             int64 ``[B, F, K]``, the candidates in the order of the draws, -1 after the last token with a
             probability above 0; and fp32 ``[B, F, K]``, the K largest probabilities of each distribution,
             which do not depend on the draws.
         """
+        if (masks := self._masks) is not None:
+            self._cuts.outside(partial(_fill, masks, paths))
+            logits = masks.applied(logits, nodes)
         tokens, by_rank = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
         )
@@ -124,3 +150,9 @@ class Sampler:
             # The paths of the next depth must not contain tokens that a processor forbids.
             tokens = tokens.masked_fill(by_rank <= 0, -1)
         return tokens, by_rank
+
+
+def _fill(masks: StageMasks, paths: NodePaths) -> None:
+    """Computes the masks after nodes of a tree that is being drafted."""
+    masks.read(paths)
+    masks.fill()

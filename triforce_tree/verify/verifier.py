@@ -1,7 +1,6 @@
 """Verifies token trees with a model over a view of its KV cache: one forward, then acceptance."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from triforce_tree.kv.view import KVView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Cuts, Step
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.probs import DeviceProbs
 
 
@@ -58,22 +58,34 @@ class Verifier:
     ) -> None:
         self.model, self.to_probs, self.state = model, to_probs, state
         self.vocabulary = vocabulary
-        self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
+        self.noise, self._masks = to_probs.noise(state.batch, 1, vocabulary, nodes), to_probs.masks(nodes)
         self.acceptance: Acceptance
         self._logits: Tensor
         self._hidden: dict[int, Tensor] = {}
 
-    def steps(self, forward: Callable[[], None], accept: Callable[[], None], view: KVView) -> list[Step]:
-        """Returns the two steps of a verification stage, and whether a CUDA graph can capture each.
+    def steps(
+        self,
+        forward: Callable[[], None],
+        accept: Callable[[], None],
+        view: KVView,
+        paths: Callable[[], NodePaths],
+    ) -> list[Step]:
+        """Returns the steps of a verification stage, and whether a CUDA graph can capture each.
+
+        With grammars the host computes the masks of the nodes while the device computes their logits.
 
         Args:
             forward: calls :meth:`forward` over ``view``.
             accept: calls :meth:`accept`.
+            paths: returns the tokens up to each node, before ``forward`` is called.
         """
         capturable: bool | Cuts = self.model.capturable and view.capturable
         # Acceptance is captured only after a captured forward: the logits of others change their address.
         accept_capturable = self.to_probs.capturable and self.noise.capturable
-        return [Step(forward, capturable), Step(accept, capturable if accept_capturable else False)]
+        verify = Step(forward, capturable), Step(accept, capturable if accept_capturable else False)
+        if (masks := self._masks) is None:
+            return [*verify]
+        return [Step(lambda: masks.read(paths()), False), verify[0], Step(masks.fill, False), verify[1]]
 
     def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
         """Computes the logits of all nodes, or, if the view is resizable, up to the last used node.
@@ -102,15 +114,17 @@ class Verifier:
             root: int64 ``[B]``, the position of each root in its sequence.
         """
         tree = tree.first(self._logits.shape[1])
-        depth, paths = tree.depth, partial(tree.paths, self.state, root)
+        depth, paths, logits = tree.depth, tree.paths(self.state, root), self._logits
+        if self._masks is not None:
+            logits = self._masks.applied(logits, slice(logits.shape[1]))
         if self.to_probs.greedy:
-            p = self.to_probs.scores(self._logits, paths)
+            p = self.to_probs.scores(logits, paths)
             top, best = p.max(-1)
             # max returns NaN if any logit is NaN; softmax makes the whole distribution NaN.
             self.state.check_nan(top)
             path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
-            p = self.to_probs(self._logits, paths)
+            p = self.to_probs(logits, paths)
             self.state.check_nan(p[..., 0])
             self.noise.align(root[:, None] + 1 + tree.depths)
             path, count, last = self.noise.traverse_tree(

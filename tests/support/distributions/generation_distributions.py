@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tests.support.distributions.batched_ops import share_first
 from tests.support.distributions.enumerated_noise import EnumeratedNoise, enumerated
 from tests.support.distributions.enumeration import Distribution, Script, Walk, summed
+from tests.support.distributions.languages import Language
 from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
@@ -66,6 +67,7 @@ class Generations:
         batch: runs in parallel.
         tokens: the draft model's token ids for the target's.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
+        languages: of the runs in turn, None for none; all of them follow the first in an enumeration.
         options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
     Attributes:
@@ -86,8 +88,10 @@ class Generations:
         tokens: TokenMap | None = None,
         operators: bool = False,
         noise: type[EnumeratedNoise] = EnumeratedNoise,
+        languages: Sequences[Language | None] = (),
         **options: Any,
     ) -> None:
+        self.languages = languages
         self.target, self.prompt, self.batch = target, list(prompt), batch
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
@@ -151,9 +155,11 @@ class Generations:
             plan: draft rounds before each pass, or kinds of passes, repeated; empty for those of the
                 configuration.
         """
-        ending = Ending(ending) if isinstance(ending, int) else ending
+        if isinstance(ending, int):
+            ends = frozenset({self.languages[0].end}) if self.languages and self.languages[0] else frozenset()
+            ending = Ending(ending, ends)
         probs = summed(self.outcomes(lambda runs: self.generated(runs, to_probs, ending, passes, plan)))
-        return probs if passes is None else self._extended(probs, to_probs, ending.max_new_tokens)
+        return probs if passes is None else self._extended(probs, to_probs, ending)
 
     def outcomes(self, run: Callable[[int], Sequences[Result]]) -> Iterator[tuple[Result, float]]:
         """Returns result and probability of every possible run of ``run``.
@@ -185,7 +191,7 @@ class Generations:
         plan: Sequences[int | PassKind] = (),
     ) -> list[tuple[int, ...]]:
         """Returns the new tokens of each sequence, the first ``runs`` of which are used."""
-        loop = DecodingLoop.over(self.program, to_probs, 0)
+        loop = DecodingLoop.over(self.program, to_probs, 0, masked=bool(self.languages))
         if plan:
             kinds = cycle(
                 kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
@@ -199,7 +205,14 @@ class Generations:
         if self.program.states is not None:
             self.program.states.lengths = [len(self.prompt) - 1] * self.batch
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
-        sequences = [Sequence(self.prompt, own) for own in endings]
+        # Sequences that are not used have the other languages.
+        first, *others = self.languages or (None,)
+        beside = cycle(others or [first])
+        languages = [first if b < runs else next(beside) for b in range(self.batch)]
+        sequences = [
+            Sequence(self.prompt, own, matcher=language and language.matcher())
+            for own, language in zip(endings, languages, strict=True)
+        ]
         loop.begin(sequences, cached=True)
         for _ in islice(loop.decode(), passes):
             for walk, sequence in zip(self.walks, sequences, strict=True):
@@ -221,15 +234,22 @@ class Generations:
     def _recurrent(self) -> list[Tensor]:
         return [] if self.program.states is None else self.program.states.buffers
 
-    def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
-        """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""
-        return summed(
-            ((*tokens, *more), mass * chance)
-            for tokens, mass in probs.items()
-            for more, chance in target_distribution(
-                self.target, to_probs, [*self.prompt, *tokens], count - len(tokens)
-            ).items()
-        )
+    def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, ending: Ending) -> Distribution:
+        """Continuations up to the ending: missing tokens follow the target's own distribution."""
+        language = self.languages[0] if self.languages else None
+        if language is not None:
+            to_probs = language.masking(to_probs, len(self.prompt))
+        whole: list[tuple[tuple[int, ...], float]] = []
+        for tokens, mass in probs.items():
+            if tokens[-1] in ending.stop_tokens:
+                whole.append((tokens, mass))
+                continue
+            left = ending.max_new_tokens - len(tokens)
+            text = [*self.prompt, *tokens]
+            for more, chance in target_distribution(self.target, to_probs, text, left).items():
+                new = (*tokens, *more)
+                whole.append((new if language is None else language.cut(new), mass * chance))
+        return summed(whole)
 
 
 def _cache_windows(window: RecomputedWindow) -> None:

@@ -1,6 +1,5 @@
 """Custom drafters without a model, which use nothing but ``drafters.base.Drafter``."""
 
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -55,7 +54,7 @@ class OwnDrafter(Drafter):
         frontier, below = self.frontiers[depth : depth + 2]
         parents = tree.tokens[:, frontier]
         tree.probs_rows[:, frontier] = torch.arange(frontier.start, frontier.stop)
-        paths = partial(tree.paths, state, state.end, frontier)
+        paths = tree.paths(state, state.end, frontier)
         draws, _ = sampler.children(
             self.table[parents.clamp_min(0)],
             tree.probs[:, frontier],

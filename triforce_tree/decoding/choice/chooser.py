@@ -71,7 +71,7 @@ class PassChooser:
         """Returns what earlier requests have learnt that decode alike."""
         kept = self._program.learnt
         refresh = self._program.config.retrieval.refresh
-        key = self._to_probs.key, temperature_class(self._to_probs), refresh
+        key = self._to_probs.key, temperature_class(self._to_probs), self._program.masked, refresh
         kept[key] = learnt = kept.pop(key, None) or Learnt(Estimates(passes.shapes))
         if len(kept) > _MOST_KINDS:
             del kept[next(iter(kept))]  # the one used longest ago
@@ -142,8 +142,8 @@ class PassChooser:
     def close(self) -> None:
         """Corrects the table of stage costs if decoding has shown it to be far off."""
         self._receive()
-        # Processors that depend on the text take time that the table does not hold.
-        if self._known is None or not self._to_probs.context_free:
+        # Processors and grammars that depend on the text take time that the table does not hold.
+        if self._known is None or not self._to_probs.context_free or self._program.masked:
             return
         if (corrected := self._known.corrected()) is not None:
             self._known.replace(by_shape(self._program, corrected))

@@ -119,10 +119,10 @@ def stage_costs(
         return found
     if not to_probs.context_free:
         # Processors that depend on the text must not see a made-up one: measured without them.
-        without = ProbsFromLogits(greedy=to_probs.greedy)
-        program.prepare(without)
+        without, masked = ProbsFromLogits(greedy=to_probs.greedy), program.masked
+        program.prepare(without, masked)
         found = stage_costs(program, without, allowance, table)
-        program.prepare(to_probs)
+        program.prepare(to_probs, masked)
         return found
     _LOG.info("measuring what each stage costs with these settings, once: %s", table.path)
     start, longest = time.perf_counter(), program.max_seq_len - 1
@@ -311,7 +311,7 @@ def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str
         "ranks": [group.size if (group := distributed.current()) is not None else 1, config.text_ranks],
         "target": _model(program.target),
         "drafter": _drafter(program),
-        "sampling": to_probs.kind,
+        "sampling": to_probs.kind + (" with grammars" if program.masked else ""),
         "levels": [program.levels, program.two_levels],
         "trees": [repr(shape) for shape in program.shapes],
         "chain": [program.max_draft_tokens, program.runner_ups, program.tail_tree],

@@ -1,6 +1,5 @@
 """Grows token trees from logits, one depth after the other."""
 
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -58,7 +57,7 @@ class TreeGrowth:
             logits: ``[B, F, V]``, logits of the token after each of these nodes.
         """
         nodes = self.frontiers[d]
-        probs, paths = tree.probs[:, nodes], partial(tree.paths, state, state.end, nodes)
+        probs, paths = tree.probs[:, nodes], tree.paths(state, state.end, nodes)
         draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
         step.place_nodes(
             tree.tokens, tree.parents, tree.mask_words, self._path_probs, self.ids[d], None,

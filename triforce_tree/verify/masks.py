@@ -1,0 +1,176 @@
+"""Masks of the tokens that grammars allow after each node of token trees.
+
+The host follows the grammar of each sequence along the paths of its tree, and writes the masks into a buffer
+of fixed address on the device, so that the stage that applies them can be captured. The mask of a state of a
+grammar is computed once in a pass, though the draft, level 1 and level 2 ask for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.grammar.matching import Matcher, words_of
+from triforce_tree.kernels.probs.masked import mask_logits
+from triforce_tree.verify.paths import NodePaths
+
+# Masks that are allocated at first; more are allocated when a pass reaches more states.
+_FIRST_ROWS = 64
+
+
+class _State:
+    """A state of a grammar that the current pass has reached.
+
+    Attributes:
+        matcher: the state.
+        row: the row of its mask; None before the mask was computed.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher = matcher
+        # Nothing is decided after the end of a text, so that all tokens are allowed there.
+        self.row = 0 if matcher.ended else None
+        self._next: dict[int, _State | None] = {}
+
+    def after(self, token: int) -> "_State | None":
+        """Returns the state after one more token, or None if the grammar does not allow it."""
+        if token not in self._next:
+            matcher = self.matcher.after(token)
+            self._next[token] = None if matcher is None else _State(matcher)
+        return self._next[token]
+
+
+class GrammarMasks:
+    """Follows the grammars of a batch.
+
+    Args:
+        batch: B.
+        vocabulary: V.
+        device: the device of the logits.
+    """
+
+    def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
+        self.batch, self.words, self.device = batch, words_of(vocabulary), device
+        # The masks of this pass in host memory. Row 0 allows all tokens.
+        self._pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32)
+        self._used = 1
+        self._roots: list[_State | None] = [None] * batch
+
+    def begin_pass(self, matchers: Sequence[Matcher | None]) -> None:
+        """Begins a pass.
+
+        Args:
+            matchers: the state of each sequence's grammar after its committed tokens; None for a sequence
+                without a grammar, or that has ended.
+        """
+        self._roots = [None if matcher is None else _State(matcher) for matcher in matchers]
+        self._used = 1
+
+    def clear(self) -> None:
+        """Removes the grammars of all sequences."""
+        self.begin_pass([None] * self.batch)
+
+    def masks(self, chains: list[list[int]], tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+        """Returns the masks of the tokens after each node of a tree for each sequence.
+
+        Args:
+            chains: the tokens between the committed ones and the root's children, the root included if it is
+                not committed.
+            tokens, parents: of the N nodes of each tree, parents before children. Node 0 is the root.
+
+        Returns:
+            int32 ``[B, N, W]`` in host memory, see ``mask_logits``. All tokens are allowed after a node that
+            the grammar does not allow, or whose text has ended: it decides nothing.
+        """
+        places = [self._places(*each) for each in zip(self._roots, chains, tokens, parents, strict=True)]
+        states = {id(state): state for own in places for state in own if state is not None}
+        self._compute([state for state in states.values() if state.row is None])
+        rows = [[0 if state is None or state.row is None else state.row for state in own] for own in places]
+        return self._pool[torch.tensor(rows)]
+
+    def _places(
+        self, root: _State | None, chain: list[int], tokens: list[int], parents: list[int]
+    ) -> list[_State | None]:
+        """Returns the state after each node of a tree, or None where the grammar does not allow the node."""
+        for token in chain:
+            root = None if root is None else root.after(token)
+        states = [root]
+        if root is None:
+            return states * len(tokens)
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            above = states[parent] if token >= 0 else None
+            states.append(None if above is None else above.after(token))
+        return states
+
+    def _compute(self, states: list[_State]) -> None:
+        """Computes the masks of states."""
+        first, self._used = self._used, self._used + len(states)
+        if (missing := self._used - len(self._pool)) > 0:
+            more = self._pool.new_full((max(missing, len(self._pool)), self.words), -1)
+            self._pool = torch.cat([self._pool, more])
+        rows = range(first, self._used)
+        Matcher.fill([state.matcher for state in states], self._pool, rows)
+        some = self._pool[first : self._used].any(1).tolist()
+        for state, row, allowed in zip(states, rows, some, strict=True):
+            # Softmax of a row without a token would be NaN. If such a state is committed, the token after it
+            # is not allowed by the grammar, which the sequence's matcher reports.
+            state.row = row if allowed else 0
+
+
+class StageMasks:
+    """The masks of the trees of one stage.
+
+    Args:
+        masks: of the batch.
+        nodes: most nodes of a tree.
+
+    Attributes:
+        words: int32 ``[B, N, W]`` on the device, see ``mask_logits``.
+    """
+
+    def __init__(self, masks: GrammarMasks, nodes: int) -> None:
+        self._masks, size = masks, (masks.batch, nodes, masks.words)
+        self.words = torch.full(size, -1, dtype=torch.int32, device=masks.device)
+        self._on_gpu = masks.device.type == "cuda"
+        self._staged = torch.empty(size, dtype=torch.int32, pin_memory=True) if self._on_gpu else self.words
+        self._first, self._count, self._chain = 0, 0, 0
+        self._read = torch.empty(0)
+        if self._on_gpu:
+            self._event = torch.cuda.Event()
+
+    def read(self, paths: NodePaths) -> None:
+        """Begins to copy the tokens of trees to host memory."""
+        state = paths.state
+        first, stop, _ = paths.nodes.indices(paths.tokens.shape[1])
+        offsets = torch.arange(1, state.max_draft_tokens + 1, device=state.device)
+        chain = state.tokens.gather(1, (state.length[:, None] + offsets).clamp_max(state.capacity - 1))
+        drafted = (paths.root - state.length)[:, None]
+        found = torch.cat([drafted, chain, paths.tokens[:, :stop], paths.parents[:, :stop]], 1)
+        self._first, self._count, self._chain = first, stop, chain.shape[1]
+        if self._on_gpu:
+            # The last copy into this buffer has ended, because ``fill`` has waited for it.
+            if self._read.shape != found.shape:
+                self._read = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._read.copy_(found, non_blocking=True)
+            self._event.record()
+        else:
+            self._read = found
+
+    def fill(self) -> None:
+        """Writes the masks of the nodes of the trees that were read."""
+        if self._on_gpu:
+            self._event.synchronize()
+        chains, tokens, parents = [], [], []
+        for drafted, *rest in self._read.tolist():
+            chains.append(rest[:drafted])
+            tokens.append(rest[self._chain : self._chain + self._count])
+            parents.append(rest[self._chain + self._count :])
+        found = self._masks.masks(chains, tokens, parents)[:, self._first :]
+        nodes = slice(self._first, self._count)
+        self._staged[:, nodes] = found
+        if self._on_gpu:
+            self.words[:, nodes].copy_(self._staged[:, nodes], non_blocking=True)
+
+    def applied(self, logits: Tensor, nodes: slice = slice(None)) -> Tensor:
+        """Returns the logits of nodes, ``[B, F, V]``, with -inf for tokens that are not allowed."""
+        return mask_logits(logits, self.words[:, nodes])
