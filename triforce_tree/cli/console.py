@@ -32,7 +32,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from triforce_tree.decoding.explain.tally import MATCHED
+from triforce_tree.decoding.origins import MATCHED
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.requests.streamers import TokenStreamer

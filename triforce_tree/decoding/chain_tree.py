@@ -30,6 +30,7 @@ class ChainTree:
         tree: the joined tree.
         mask, depths: bool ``[N, N]`` ancestor mask and depths of all nodes; None with a tail, since they then
             depend on the chain's length.
+        tail_start: the first node of the tail in the joined tree, which is node 1 of the tail itself.
     """
 
     def __init__(self, state: SequenceState, runner_ups: bool, tail: TokenTree | None) -> None:
@@ -39,8 +40,8 @@ class ChainTree:
         depths = [*range(most + 1), *(range(1, most + 1) if runner_ups else ())]
         self.mask: Tensor | None = ancestor_mask(parents)
         self.depths: list[int] | None = depths
-        self._above = len(parents)  # the first node of the tail
-        count = self._above + (tail.nodes - 1 if tail is not None else 0)
+        self.tail_start = len(parents)
+        count = self.tail_start + (tail.nodes - 1 if tail is not None else 0)
         self._offsets = torch.arange(most + 1, device=device)
         self.tree = TokenTree(
             tokens=torch.full((batch, count), -1, device=device),
@@ -53,7 +54,7 @@ class ChainTree:
         )
         if tail is None:
             return
-        fixed = pack_mask(pad(self.mask, (0, count - self._above))).to(device)
+        fixed = pack_mask(pad(self.mask, (0, count - self.tail_start))).to(device)
         self._chain_words = fixed[: most + 1]
         self.tree = replace(
             self.tree,
@@ -64,10 +65,6 @@ class ChainTree:
         )
         self.mask = self.depths = None
 
-    def origin(self, node: int) -> int | None:
-        """Returns the tail's node that ``node`` of the joined tree is; None for the chain and runner-ups."""
-        return node - self._above + 1 if node >= self._above else None
-
     def fill(self) -> None:
         """Copies the chains, runner-ups and tails of all sequences into ``tree``."""
         state, tree, most = self.state, self.tree, self.state.max_draft_tokens
@@ -76,7 +73,9 @@ class ChainTree:
         tree.tokens[:, : most + 1] = torch.where(self._offsets <= chain, tokens, -1)
         if self._runner_ups:
             runner_ups = state.runner_ups[:, :most]
-            tree.tokens[:, most + 1 : self._above] = torch.where(self._offsets[:-1] < chain, runner_ups, -1)
+            tree.tokens[:, most + 1 : self.tail_start] = torch.where(
+                self._offsets[:-1] < chain, runner_ups, -1
+            )
         if self._tail is not None:
             self._append(self._tail, chain)
 
@@ -86,7 +85,7 @@ class ChainTree:
         Args:
             chain: int64 ``[B, 1]``, the number of tokens in each chain.
         """
-        tree, above = self.tree, self._above
+        tree, above = self.tree, self.tail_start
         tree.tokens[:, above:] = tail.tokens[:, 1:]
         parents = tail.parents[:, 1:]
         tree.parents[:, above:] = torch.where(parents > 0, parents + above - 1, chain)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.origins import Origins
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.requests.batch_pool import BatchPool
 from triforce_tree.requests.joining import Joining
@@ -46,11 +47,16 @@ class Batch:
         """Decodes all sequences. Returns the output of the request's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
         observe, newest = (None, None) if scores is None else (scores.add, scores.newest)
+        origins = Origins(loop)
         streamers.begin(self._request.input_ids, self._request.sequences)
         try:
             while loop.running:
+                loop.after_stage = origins if streamers.want_origins else None
                 fresh = loop.step(observe)
+                names = origins.take()
                 for sequence, tokens in fresh:
+                    if names and sequence.index is not None:
+                        streamers.put_origins(sequence.number, names[sequence.index][: len(tokens)])
                     if streamers.put(sequence.number, tokens, newest):
                         loop.end(sequence)
                 if self._how.joining is not None:

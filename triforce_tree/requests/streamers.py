@@ -17,7 +17,18 @@ class TokenStreamer(BaseStreamer):
     call.
 
     It can also be passed to transformers' own ``generate``, which sends the prompt as a batch of one.
+
+    Attributes:
+        wants_origins: whether :meth:`put_origins` is called before each put. The names cost a copy from the
+            device in each pass.
     """
+
+    wants_origins = False
+
+    def put_origins(self, names: Sequences[str]) -> None:
+        """Receives what proposed each of the tokens that follow: ``lookup`` for matched tokens, or the name
+        of a level (``Origins.take``).
+        """
 
     def put(self, value: Tensor) -> bool:
         """Takes new tokens ``[N]`` or a prompt ``[1, W]``; returns whether the sequence is to end."""
@@ -106,6 +117,17 @@ class Streamers:
             put_scores(newest(number, len(tokens)))
         # transformers' own return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
+
+    @property
+    def want_origins(self) -> bool:
+        """Returns whether a streamer wants to know what proposed the tokens."""
+        return any(getattr(each, "wants_origins", False) for each in self._streamers)
+
+    def put_origins(self, number: int, names: Sequences[str]) -> None:
+        """Tells the streamer of a sequence, if it wants to know, what proposed its next tokens."""
+        streamer = self._streamers[number]
+        if isinstance(streamer, TokenStreamer) and streamer.wants_origins:
+            streamer.put_origins(names)
 
     def end(self, number: int) -> None:
         """Calls ``end`` of the streamer of a sequence that has ended."""

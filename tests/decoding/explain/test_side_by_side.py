@@ -22,9 +22,10 @@ from tests.support.models.program_cases import (
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.console import LevelText
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
-from triforce_tree.decoding.explain.tally import OriginTally
 from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.origins import Origins
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.with_lookup import SuffixIndex
@@ -108,29 +109,41 @@ def test_of_a_chain_beside_a_tree_its_own_nodes_are_matched_tokens(
     )
     program.prepare(GREEDY)
     program.prefill([PROMPT])
-    pair, name, count = SideBySide(program, GREEDY, 1), OriginTally.__call__, Counter[str]()
-
-    def counted(self: OriginTally, stage: str) -> None:
-        name(self, stage)
-        if isinstance(program.stage(stage), RetrievalVerifyStage | TreeVerifyStage):
-            acceptance = program.verifier(stage).acceptance
-            nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
-            own = ["lookup" if node > 6 else "draft" for node in nodes]
-            assert (self._chain or self.names)[-1 - len(own) : -1] == own
-            count.update(own)
-
-    monkeypatch.setattr(OriginTally, "__call__", counted)
-    pieces = list(pair.pieces(PROMPT, NEW, NEW))
+    pair = SideBySide(program, GREEDY, 1)
     assert pair.origins[:2] == ["draft", "lookup"]
-    assert [len(piece.origins) for piece in pieces] == [len(piece.tokens) for piece in pieces]
-    assert count["lookup"] > 0
-    assert count["draft"] > 0
+    loop = DecodingLoop.over(program, GREEDY, 1, repeatable=True)
+    origins, expected, chain = Origins(loop), list[str](), list[str]()
 
+    def after_stage(stage: str) -> None:
+        origins(stage)
+        if stage.startswith("draft"):
+            # Its draft is no verification.
+            return
+        acceptance = program.verifier(stage).acceptance
+        nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
+        own = ["lookup" if node > 6 else "draft" for node in nodes]
+        if isinstance(program.stage(stage), RetrievalVerifyStage):
+            chain.extend([*own, "retrieval"])
+        elif isinstance(program.stage(stage), TreeVerifyStage):
+            expected.extend([*own, "target"])
+        else:
+            # With one round and no runner-ups the target accepts a beginning of the chain.
+            expected.extend([*chain[: len(nodes)], "target"])
+            chain.clear()
 
-def test_drafts_of_other_shapes_are_no_verifications() -> None:
-    origins = OriginTally(prefilled())
-    origins("draft/1")
-    assert not origins.names
+    loop.after_stage = after_stage
+    sequence = Sequence(list(PROMPT), Ending(NEW))
+    loop.begin([sequence])
+    names: list[str] = []
+    for number, _ in enumerate(loop.decode()):
+        # They may be taken after any pass.
+        if number % 2:
+            names += origins.take()[0]
+    names += (origins.take() or [[]])[0]
+    assert names == expected
+    assert origins.take() == []
+    assert names.count("lookup") > 0
+    assert names.count("draft") > 0
 
 
 def test_a_sampled_text_goes_on_from_its_own_draws() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node, OriginTally
+from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node
 from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.origins import Origins
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.policy.passes import OF_SHAPE
@@ -44,7 +45,7 @@ class Explanation:
         options: settings of the engine, after defaults and memory plan.
         passes: number of passes by kind; see :data:`MATCHED_PASSES`.
         tokens_per_pass: new tokens for each pass of the target.
-        origins: new tokens by what proposed them (``OriginTally``).
+        origins: new tokens by what proposed them (``Origins``).
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
         stages: milliseconds of each stage (``StageSeconds``); empty where rounds are given.
         choices: kinds of passes, the fastest one first; empty where rounds are given.
@@ -119,7 +120,7 @@ def explained(
     The choices follow from the seed and the table of stage costs.
     """
     loop = DecodingLoop.over(program, to_probs, seed, repeatable=True, progress=progress)
-    tally, origins = AcceptanceTally(program), OriginTally(program)
+    tally, origins = AcceptanceTally(program), Origins(loop)
 
     def after_stage(stage: str) -> None:
         tally(stage)
@@ -130,7 +131,7 @@ def explained(
     loop.begin([sequence])
     for _ in loop.decode():
         pass
-    new, policy = sequence.new, loop.policy
+    new, policy, [names] = sequence.new, loop.policy, origins.take()
     passes: Counter[str] = Counter()
     for kind, made in loop.passes.items():
         passes[MATCHED_PASSES if policy.matched(kind) else str(kind)] += made
@@ -149,7 +150,7 @@ def explained(
         options=program.config.as_options() | {"levels": program.levels},
         passes=dict(passes.most_common()),
         tokens_per_pass=len(new) / max(1, loop.passes.total()),
-        origins=dict(Counter(origins.names[: len(new)]).most_common()),
+        origins=dict(Counter(names[: len(new)]).most_common()),
         acceptance=tally.depths,
         stages=stages,
         choices=choices,

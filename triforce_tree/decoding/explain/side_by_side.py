@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
-from triforce_tree.decoding.explain.tally import MATCHED, AcceptanceTally, Node, OriginTally
+from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
 from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.origins import MATCHED, Origins
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.runtime.stats import LevelStats
@@ -22,7 +23,7 @@ class Piece:
     """Holds a few tokens decoded with all levels, and as many decoded by the target alone.
 
     Attributes:
-        tokens: decoded with all levels; ``origins``: what proposed each one, as in ``OriginTally.names``.
+        tokens: decoded with all levels; ``origins``: what proposed each one, as in ``Origins.take``.
         alone: tokens of the target alone after the same text. Greedy decoding gives as many, and the same.
             With sampling they are other draws, and are not continued.
         seconds, alone_seconds: the seconds of decoding ``tokens`` and ``alone``.
@@ -123,7 +124,7 @@ class SideBySide:
                 return
 
     def _by_levels(self, text: list[int], least: int, most: int) -> tuple[list[int], list[str], float]:
-        origins = OriginTally(self._program)
+        origins = Origins(self._ours)
         first = not self.trees
         seen = AcceptanceTally(self._program)
 
@@ -138,7 +139,8 @@ class SideBySide:
 
         self._ours.after_stage = note
         tokens, seconds = self._run(self._ours, text, least, most)
-        return tokens, origins.names[: len(tokens)], seconds
+        [names] = origins.take() or [[]]
+        return tokens, names[: len(tokens)], seconds
 
     def _run(self, loop: DecodingLoop, text: list[int], least: int, most: int) -> tuple[list[int], float]:
         """At least ``least`` tokens after the text, at most ``most``, and their seconds."""

@@ -1,4 +1,4 @@
-"""Counts of one sequence stage by stage: acceptance, drafted trees, and what proposed each token."""
+"""Counts of one sequence stage by stage: acceptance, and drafted trees."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.step.accept import FIXED
 
 # The name of a verifying stage in an explanation.
@@ -17,8 +16,6 @@ _LEVELS = {
 }  # fmt: skip
 MATCHED_TOKENS = "target, matched tokens"
 """The name of a stage that verifies matched tokens in an explanation."""
-MATCHED = SuffixMatching.name
-"""The origin of matched tokens, both where they replace a tree and where they are verified beside one."""
 
 
 @dataclass(frozen=True)
@@ -105,56 +102,6 @@ def draw_probabilities(tree: TokenTree) -> list[float]:
         else 1.0
         for token, parent, row in zip(tokens, parents, rows, strict=True)
     ]
-
-
-class OriginTally:
-    """Names what first proposed each committed token of a batch of one.
-
-    It is called after each stage, and waits for the device. A token is the drafter's if all levels that
-    judged it accepted it, or ``MATCHED`` if it was matched and is no node of the drafter's tree. It is the
-    retrieval level's if that level added it, runner-ups included, and the target accepted it. The last token
-    of every pass is the target's own.
-
-    Attributes:
-        names: one for each token committed so far: ``MATCHED``, or the name of a level as in
-            :class:`~triforce_tree.runtime.stats.LevelStats`. The last pass may have committed more tokens
-            than the sequence was to have.
-    """
-
-    def __init__(self, program: DecodingProgram) -> None:
-        self._program = program
-        self._drafter = program.drafter.name if program.drafter is not None else ""
-        self._chain: list[str] = []
-        self.names: list[str] = []
-
-    def __call__(self, stage: str) -> None:
-        # Stages of other shapes of trees: ``draft/1``.
-        name, _, number = stage.partition("/")
-        if name == "draft":
-            return
-        judged = self._program.stage(stage)
-        acceptance = self._program.verifier(stage).acceptance
-        nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
-        if isinstance(judged, RetrievalVerifyStage):
-            self._chain += [*self._of_tree(nodes, int(number or 0)), "retrieval"]
-            return
-        if isinstance(judged, ChainVerifyStage):
-            for node in nodes:
-                if (drafted := judged.laid_out.origin(node)) is not None:
-                    self.names += self._of_tree([drafted], 0)
-                else:
-                    # Nodes between the chain and that tree are runner-ups, which the retrieval level drew.
-                    chained = node <= judged.state.max_draft_tokens
-                    self.names.append(self._chain[node - 1] if chained else "retrieval")
-        else:
-            self.names += self._of_tree(nodes, int(number or 0))
-        self.names.append("target")
-        self._chain = []
-
-    def _of_tree(self, nodes: Sequence[int], number: int) -> list[str]:
-        """Returns what proposed the nodes of a tree of this shape."""
-        shape = self._program.shapes[number]
-        return [MATCHED if shape.matched or node >= shape.tree_nodes else self._drafter for node in nodes]
 
 
 def as_lines(tree: Sequence[Node], words: Sequence[str]) -> list[str]:
