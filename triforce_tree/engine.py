@@ -30,7 +30,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.grammar.matching import Grammars
-from triforce_tree.grammar.values import Grammar
+from triforce_tree.grammar.values import Grammar, grammars_of
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.drafter_choice import check_drafter_options
@@ -184,7 +184,7 @@ class Engine:
         how = RunOptions(
             Streamers(streamer, count), progress, *seeds_of(seed, count), pinned,
             bool(checked("logprobs", logprobs)), checked("max_batch", max_batch), joining,
-            self._grammars.of_each(grammar, count),
+            grammars_of(grammar, count), self._grammars,
         )  # fmt: skip
         out = self.decode(arguments.prepared(target, how))
         if out is not None:
@@ -198,6 +198,17 @@ class Engine:
                 joining.ended(number, out)
             outputs.append(out)
         return joined(outputs, arguments.prompts.ids, arguments.pad_token)
+
+    def compile(self, grammar: Grammar) -> None:
+        """Compiles a grammar, so that ``generate`` finds it compiled. This may take seconds.
+
+        Raises:
+            ImportError: xgrammar is not installed.
+            ValueError: there is no tokenizer or no token that ends a text, or the grammar cannot be compiled.
+        """
+        grammars_of(grammar, 1)
+        ends = self.target.model.generation_config.eos_token_id
+        self._grammars.compile(grammar, None if ends is None else torch.as_tensor(ends).flatten().tolist())
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
         """Returns a session: a text or a conversation of which each call prefills only the new tokens; see

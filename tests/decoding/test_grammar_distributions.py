@@ -126,7 +126,7 @@ def test_planted_faults_change_the_distribution(
 
 def test_a_mask_after_the_stop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens after the end of a text are masked as if they followed the token before the end."""
-    monkeypatch.setattr(Matcher, "ended", False)
+    monkeypatch.setattr(Matcher, "ended", property(lambda self: False, lambda self, ended: None))
     case = CASES["chain, longer than needed"]
     with pytest.raises(RuntimeError, match="terminated"):
         distance(case, case.generations(languages=[LANGUAGES[2]]), case.to_probs)

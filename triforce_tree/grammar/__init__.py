@@ -3,6 +3,6 @@
 Importing this package imports neither torch nor xgrammar.
 """
 
-from triforce_tree.grammar.values import EBNF, Choice, Grammar, JSONObject, JSONSchema, Regex, check_grammar
+from triforce_tree.grammar.values import EBNF, Choice, Grammar, JSONObject, JSONSchema, Regex
 
-__all__ = ["EBNF", "Choice", "Grammar", "JSONObject", "JSONSchema", "Regex", "check_grammar"]
+__all__ = ["EBNF", "Choice", "Grammar", "JSONObject", "JSONSchema", "Regex"]

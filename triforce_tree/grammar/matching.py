@@ -2,20 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.grammar.values import EBNF, Choice, Grammar, JSONObject, JSONSchema, Regex, check_grammar
+from triforce_tree.grammar.values import EBNF, Choice, Grammar, JSONObject, JSONSchema, Regex
 from triforce_tree.option_checks import shortened
 
 # Bytes of compiled grammars that are kept for later requests with the same grammar.
 _KEPT_BYTES = 256 * 2**20
+# The byte 255, which UTF-8 never has, in the kinds of vocabularies.
+_NO_TEXT: dict[str, str | bytes] = {"BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>", "RAW": b"\xff"}
 _PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
 
 
@@ -30,29 +32,38 @@ class Matcher:
     Args:
         matcher: an ``xgrammar.GrammarMatcher``.
         filler: an ``xgrammar.BatchGrammarMatcher``.
+
+    Attributes:
+        ended: whether the last token was one that ends the text.
     """
+
+    __slots__ = ("_filler", "_matcher", "ended")
 
     def __init__(self, matcher: Any, filler: Any) -> None:
         self._matcher, self._filler = matcher, filler
+        self.ended: bool = matcher.is_terminated()
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advances by new tokens.
 
         Raises:
-            ValueError: the grammar does not allow one of them, which happens only where no token of the
-                vocabulary continues the text.
+            ValueError: the grammar does not allow one of them, which happens only where no token is left that
+                the grammar and the other options allow.
         """
         for token in tokens:
             if not self._matcher.accept_token(token):
                 raise ValueError(
-                    "the grammar allows no token of the vocabulary after the new text so far; give a grammar "
-                    "whose characters the tokenizer has"
+                    "no token of the vocabulary is left that the grammar and the other options allow after "
+                    "the new text so far; give a grammar whose characters the tokenizer has, or leave out "
+                    "options that forbid tokens"
                 )
+        self.ended = self._matcher.is_terminated()
 
     def take_back(self, tokens: int) -> None:
         """Returns to the state before the last ``tokens`` tokens."""
         if tokens:
             self._matcher.rollback(tokens)
+            self.ended = False
 
     def after(self, token: int) -> "Matcher | None":
         """Returns the state after one more token, or None if the grammar does not allow it."""
@@ -76,11 +87,6 @@ class Matcher:
     def copy(self) -> "Matcher":
         return Matcher(self._matcher.fork(), self._filler)
 
-    @property
-    def ended(self) -> bool:
-        """Returns whether the last token was one that ends the text."""
-        return bool(self._matcher.is_terminated())
-
     def forced_text(self) -> str:
         """Returns the text that must follow; it may be empty."""
         return "" if self.ended else str(self._matcher.find_jump_forward_string())
@@ -99,10 +105,6 @@ class Matcher:
             filler.batch_fill_next_token_bitmask([each._matcher for each in matchers], words, list(rows))
 
 
-MakeMatcher = Callable[[Collection[int]], Matcher]
-"""Returns the state of a grammar before the first new token, from the tokens that end a text."""
-
-
 class Grammars:
     """Compiles grammars for the vocabulary of a tokenizer, and keeps them for later requests.
 
@@ -116,25 +118,7 @@ class Grammars:
         # By the tokens that end a text: a compiler must not take them for text.
         self._compilers: dict[frozenset[int], Any] = {}
         self._filler: Any = None
-
-    def of_each(self, grammar: Any, count: int) -> list[MakeMatcher | None] | None:
-        """Returns a maker of matchers for each of ``count`` prompts, or None if no prompt has a grammar.
-
-        Args:
-            grammar: one grammar for all prompts, or a list with a grammar or None for each; None for none.
-
-        Raises:
-            ValueError: the value is something else, or the list has another length.
-        """
-        each = grammar if isinstance(grammar, list | tuple) else [grammar] * count
-        if len(each) != count:
-            raise ValueError(
-                f"grammar has {len(each)} entries for {count} sequences; give one for each, or one for all"
-            )
-        makers: list[MakeMatcher | None] = [
-            None if one is None else partial(self.matcher, check_grammar(one)) for one in each
-        ]
-        return None if makers.count(None) == count else makers
+        self._lock = Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> Matcher:
         """Returns the state of a grammar before the first new token.
@@ -143,37 +127,53 @@ class Grammars:
             end_tokens: the tokens that end a text. They are allowed only where the grammar may end.
 
         Raises:
+            ImportError, ValueError: see :meth:`compile`.
+        """
+        compiled = self.compile(grammar, end_tokens)
+        return Matcher(_xgrammar().GrammarMatcher(compiled), self._filler)
+
+    def compile(self, grammar: Grammar, end_tokens: Collection[int] | None = None) -> Any:
+        """Returns an ``xgrammar.CompiledGrammar``, which is kept for the next call. Several threads may call
+        it.
+
+        Args:
+            end_tokens: see :meth:`matcher`; None for the tokenizer's.
+
+        Raises:
             ImportError: xgrammar is not installed.
             ValueError: there is no tokenizer or no token that ends a text, or the grammar cannot be compiled.
         """
+        if self._tokenizer is None:
+            raise ValueError("grammar needs a tokenizer: load(..., tokenizer=...)")
+        if end_tokens is None:
+            end_tokens = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         if not end_tokens:
             raise ValueError("grammar needs a token that ends the text; give eos_token_id")
-        xgrammar = _xgrammar()
-        ends = frozenset(end_tokens)
-        if ends not in self._compilers:
-            self._compilers[ends] = self._new_compiler(xgrammar, sorted(ends))
-            self._filler = self._filler or xgrammar.BatchGrammarMatcher()
+        xgrammar, ends = _xgrammar(), frozenset(end_tokens)
+        with self._lock:
+            if ends not in self._compilers:
+                self._compilers[ends] = self._new_compiler(xgrammar, self._tokenizer, sorted(ends))
+                self._filler = self._filler or xgrammar.BatchGrammarMatcher()
         try:
-            compiled = _compiled(self._compilers[ends], grammar)
+            return _compiled(self._compilers[ends], grammar)
         except RuntimeError as error:
             raise ValueError(
                 f"grammar={shortened(grammar)} cannot be compiled: {_PLACE.sub('', str(error)).strip()}"
             ) from error
-        return Matcher(xgrammar.GrammarMatcher(compiled), self._filler)
 
-    def _new_compiler(self, xgrammar: Any, ends: list[int]) -> Any:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise ValueError("grammar needs a tokenizer: load(..., tokenizer=...)")
+    def _new_compiler(self, xgrammar: Any, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Any:
         read = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
-        # Special tokens add nothing to the text, so that no grammar may take their names for text.
-        names = [""] * self._vocabulary
+        # Special tokens add nothing to the text, so that no grammar may take their names for text. Each has a
+        # byte that no text has. Without any byte it would never be allowed, not even by a grammar that names
+        # it by its id, as in Token(5).
+        byte = _NO_TEXT[read.vocab_type.name]
+        names: list[str | bytes] = [""] * self._vocabulary
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         for name, id in tokenizer.get_vocab().items():
-            if id < self._vocabulary and id not in special:
-                names[id] = name
+            if id < self._vocabulary:
+                names[id] = byte if id in special else name
         info = xgrammar.TokenizerInfo(
             names, read.vocab_type, vocab_size=self._vocabulary, stop_token_ids=ends,
             add_prefix_space=read.add_prefix_space,

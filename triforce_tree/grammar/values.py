@@ -94,19 +94,27 @@ class Choice:
 Grammar = JSONSchema | JSONObject | Regex | EBNF | Choice
 
 
-def check_grammar(value: Any) -> Grammar:
-    """Returns a grammar as it is.
+def grammars_of(value: Any, count: int) -> list[Grammar | None] | None:
+    """Returns the grammar of each of ``count`` prompts, or None if no prompt has one.
+
+    Args:
+        value: one grammar for all prompts, or a list with a grammar or None for each; None for none.
 
     Raises:
-        ValueError: the value is no grammar.
+        ValueError: the value is something else, or the list has another length.
     """
-    if not isinstance(value, Grammar):
-        kinds = "JSONSchema, JSONObject, Regex, EBNF or Choice"
+    each = value if isinstance(value, list | tuple) else [value] * count
+    if len(each) != count:
         raise ValueError(
-            f"grammar={shortened(value)} must be one of triforce_tree.grammar's {kinds}, or a list with one "
-            "(or None) for each prompt"
+            f"grammar has {len(each)} entries for {count} sequences; give one for each, or one for all"
         )
-    return value
+    for one in each:
+        if one is not None and not isinstance(one, Grammar):
+            raise ValueError(
+                f"grammar={shortened(one)} must be one of triforce_tree.grammar's JSONSchema, JSONObject, "
+                "Regex, EBNF or Choice, or a list with one (or None) for each prompt"
+            )
+    return None if all(one is None for one in each) else list(each)
 
 
 def _check_text(what: str, text: Any) -> None:

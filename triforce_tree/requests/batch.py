@@ -98,7 +98,9 @@ class Batch:
         joined = joining.next(self._fits) if joining is not None else None
         if joined is None:
             return None
-        sequence = self._request.sequence(list(joined.prompt), joined.new_tokens, self._count, joined.seed)
+        sequence = self._request.sequence(
+            list(joined.prompt), joined.new_tokens, self._count, joined.seed, joined.grammar
+        )
         self._count += 1
         self._how.streamers.join(joined.streamer, sequence)
         if self._scores is not None:
@@ -112,7 +114,7 @@ class Batch:
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together(request.to_probs, [request.sequences[0].prompt, prompt])
-            and self._has_slots(request.sequence(prompt, new_tokens, 0, None))
+            and self._has_slots(request.sequence(prompt, new_tokens))
             # A prompt that comes after a change of the models belongs to the next batch.
             and not self._hierarchy.changed
         )

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.grammar.values import Grammar
+
 Fits = Callable[[list[int], int], bool]
 """A function of a prompt and a number of new tokens: whether the buffers and levels of a batch can serve them
 beside the sequences that are decoded."""
@@ -20,17 +22,19 @@ class Joined:
         new_tokens: the most new tokens.
         streamer: receives the new tokens; may be None.
         seed: seed of its draws if the batch has a list of seeds; None for no seed.
+        grammar: of its new text; None for none. Only a batch with a grammar takes one.
     """
 
     prompt: list[int] = field(repr=False)
     new_tokens: int
     streamer: BaseStreamer | None = None
     seed: int | None = None
+    grammar: Grammar | None = None
 
 
 class Joining(Protocol):
     """A source of prompts that join a running batch. They have the options of the batch, except
-    ``max_new_tokens``.
+    ``max_new_tokens`` and ``grammar``.
 
     Sequences are numbered in the order in which they begin, starting with the sequences of the batch. Prompts
     do not join if sequences are decoded one by one, or if keys and values are in host memory. A prompt shares

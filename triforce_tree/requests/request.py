@@ -1,7 +1,7 @@
 """One call of ``generate``: its arguments are checked, prepared by transformers, and become sequences."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.grammar.matching import MakeMatcher
+from triforce_tree.grammar.matching import Grammars, Matcher
+from triforce_tree.grammar.values import Grammar
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.requests.endings import StopStrings, ending_of
 from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts_of, real_tokens, text_alone
@@ -39,6 +40,10 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 class RunOptions:
     """The arguments of :meth:`Engine.generate` that are not transformers' options; they are described
     there.
+
+    Attributes:
+        grammar: the grammar of each prompt, or None; None if there are none.
+        grammars: compiles them.
     """
 
     streamers: Streamers = field(default_factory=Streamers)
@@ -49,7 +54,15 @@ class RunOptions:
     logprobs: bool = False
     max_batch: int | None = None
     joining: Joining | None = None
-    matchers: Sequences[MakeMatcher | None] | None = None
+    grammar: list[Grammar | None] | None = None
+    grammars: Grammars | None = None
+
+    def matcher(self, grammar: Grammar | None, end_tokens: Collection[int]) -> Matcher | None:
+        """Returns the state of a grammar before the first new token, or None without a grammar."""
+        if grammar is None:
+            return None
+        assert self.grammars is not None, "requests with a grammar have a compiler"
+        return self.grammars.matcher(grammar, end_tokens)
 
     def alone(self, number: int) -> "RunOptions":
         """Returns the options for decoding one of the sequences alone. Its seed is such that its draws stay
@@ -57,9 +70,9 @@ class RunOptions:
         """
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         seeds = self.seeds and self.seeds[number : number + 1]
-        matchers = self.matchers and self.matchers[number : number + 1]
+        grammar = self.grammar and self.grammar[number : number + 1]
         streamers = self.streamers.alone(number)
-        return replace(self, streamers=streamers, seed=seed, seeds=seeds, matchers=matchers, joining=None)
+        return replace(self, streamers=streamers, seed=seed, seeds=seeds, grammar=grammar, joining=None)
 
 
 def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
@@ -261,8 +274,7 @@ class Request:
         sequences = []
         for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
             ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
-            make = how.matchers[number] if how.matchers is not None else None
-            matcher = None if make is None else make(ending.stop_tokens)
+            matcher = how.matcher(how.grammar[number] if how.grammar else None, ending.stop_tokens)
             sequences.append(Sequence(prompt, ending, number, seeds[number], matcher))
         # If processors read the tokens so far, the sequences of a batch are decoded one by one.
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
@@ -297,10 +309,18 @@ class Request:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
         return cls.of(target, input_ids, input_ids, tokens, padding, prepared, how)
 
-    def sequence(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
+    def sequence(
+        self,
+        prompt: list[int],
+        new_tokens: int,
+        number: int = 0,
+        seed: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> Sequence:
         """Returns a sequence of another prompt, with the stop criteria of the call."""
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
-        return Sequence(prompt, replace(ending, max_new_tokens=new_tokens), number, seed)
+        ending = replace(ending, max_new_tokens=new_tokens)
+        return Sequence(prompt, ending, number, seed, self.how.matcher(grammar, ending.stop_tokens))
 
 
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from triforce_tree.engine import Engine
+from triforce_tree.grammar import Grammar
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
@@ -58,7 +59,7 @@ class ServedText:
     Attributes:
         prompt: token ids.
         settings: options of ``generate``. Sequences can be decoded together if all options except
-            ``max_new_tokens`` are equal.
+            ``max_new_tokens`` and ``grammar`` are equal.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
         seed: seed of its draws, which then do not depend on the batch; None for a random seed.
@@ -102,9 +103,13 @@ class ServedText:
         return getattr(self.output, name)
 
 
-def _sampling(sequence: ServedText) -> dict[str, Any]:
-    """Returns the settings that sequences of a batch must share."""
-    return {name: value for name, value in sequence.settings.items() if name != "max_new_tokens"}
+def _settings(sequence: ServedText, *own: str) -> dict[str, Any]:
+    """Returns the settings but the grammar and ``own``."""
+    return {name: value for name, value in sequence.settings.items() if name not in ("grammar", *own)}
+
+
+def _grammar(sequence: ServedText) -> Grammar | None:
+    return sequence.settings.get("grammar")
 
 
 def _repeatable(sequence: ServedText) -> bool:
@@ -160,6 +165,7 @@ class _Batch:
     Attributes:
         running: its sequences that have not ended, by number, in the order in which they began.
         overtaken: number of sequences that began before a sequence that came earlier.
+        masked: whether one of its first sequences has a grammar, so that others with a grammar may join.
         tokens: see ``Joining``.
     """
 
@@ -168,6 +174,7 @@ class _Batch:
         self.tokens: int | None = scheduler.limits.batch_tokens
         self.running: dict[int, ServedText] = {}
         self.overtaken = 0
+        self.masked = any(_grammar(sequence) is not None for sequence in sequences)
         for sequence in sequences:
             self.add(sequence)
 
@@ -183,7 +190,7 @@ class _Batch:
         if sequence is None:
             return None
         limit = sequence.settings["max_new_tokens"]
-        return Joined(sequence.prompt, limit, _own_stream(sequence), sequence.seed)
+        return Joined(sequence.prompt, limit, _own_stream(sequence), sequence.seed, _grammar(sequence))
 
     def ended(self, number: int, output: GenerateOutput) -> None:
         sequence = self.running.pop(number)
@@ -306,16 +313,21 @@ class Scheduler:
         return not batch or (
             tokens <= self.limits.batch_tokens
             and len(batch) < self.limits.batch
-            and sequence.settings == batch[0].settings
+            and _settings(sequence) == _settings(batch[0])
             and not (sequence.alone or batch[0].alone)
         )
 
-    def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
-        """Returns whether a sequence can be decoded together with the running ones."""
+    def _joins(self, sequence: ServedText, running: list[ServedText], masked: bool, fits: Fits) -> bool:
+        """Returns whether a sequence can be decoded together with the running ones.
+
+        Args:
+            masked: see :class:`_Batch`.
+        """
         return (
             0 < len(running) < self.limits.batch
             and not (sequence.alone or running[0].alone)
-            and _sampling(sequence) == _sampling(running[0])
+            and (masked or _grammar(sequence) is None)
+            and _settings(sequence, "max_new_tokens") == _settings(running[0], "max_new_tokens")
             and fits(sequence.prompt, sequence.settings["max_new_tokens"])
         )
 
@@ -334,7 +346,7 @@ class Scheduler:
         with self._changed:
             running = list(batch.running.values())
             for sequence in self._queue:
-                if not sequence.cancelled and self._joins(sequence, running, fits):
+                if not sequence.cancelled and self._joins(sequence, running, batch.masked, fits):
                     running.append(sequence)
             return len(running)
 
@@ -349,7 +361,7 @@ class Scheduler:
             for sequence in self._queue:
                 if sequence.cancelled:
                     continue
-                if self._joins(sequence, running, fits):
+                if self._joins(sequence, running, batch.masked, fits):
                     batch.overtaken += waits
                     self._queue.remove(sequence)
                     batch.add(sequence)
@@ -376,7 +388,8 @@ class Scheduler:
                 seed=[sequence.seed for sequence in given],
                 max_batch=self.limits.batch,
                 joining=batch,
-                **given[0].settings,
+                **_settings(given[0]),
+                grammar=[_grammar(sequence) for sequence in given],
             )
         except _NobodyWaitsError:
             pass

@@ -24,20 +24,23 @@ class _State:
     Attributes:
         matcher: the state.
         row: the row of its mask; None before the mask was computed.
+        following: the states after further tokens, None where the grammar does not allow the token.
     """
+
+    __slots__ = ("following", "matcher", "row")
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
         # Nothing is decided after the end of a text, so that all tokens are allowed there.
         self.row = 0 if matcher.ended else None
-        self._next: dict[int, _State | None] = {}
+        self.following: dict[int, _State | None] = {}
 
     def after(self, token: int) -> "_State | None":
         """Returns the state after one more token, or None if the grammar does not allow it."""
-        if token not in self._next:
+        if token not in self.following:
             matcher = self.matcher.after(token)
-            self._next[token] = None if matcher is None else _State(matcher)
-        return self._next[token]
+            self.following[token] = None if matcher is None else _State(matcher)
+        return self.following[token]
 
 
 class GrammarMasks:
@@ -83,8 +86,8 @@ class GrammarMasks:
             the grammar does not allow, or whose text has ended: it decides nothing.
         """
         places = [self._places(*each) for each in zip(self._roots, chains, tokens, parents, strict=True)]
-        states = {id(state): state for own in places for state in own if state is not None}
-        self._compute([state for state in states.values() if state.row is None])
+        unknown = {id(each): each for own in places for each in own if each is not None and each.row is None}
+        self._compute([*unknown.values()])
         rows = [[0 if state is None or state.row is None else state.row for state in own] for own in places]
         return self._pool[torch.tensor(rows)]
 
@@ -104,6 +107,8 @@ class GrammarMasks:
 
     def _compute(self, states: list[_State]) -> None:
         """Computes the masks of states."""
+        if not states:
+            return
         first, self._used = self._used, self._used + len(states)
         if (missing := self._used - len(self._pool)) > 0:
             more = self._pool.new_full((max(missing, len(self._pool)), self.words), -1)

@@ -1,0 +1,88 @@
+"""Texts with different grammars, and without one, in the batches of the server."""
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import triforce_tree
+from triforce_tree import Engine, GenerateOutput
+from triforce_tree.grammar import Choice, Grammar, Regex
+from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
+
+LONG, PATIENCE = 48, 60
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return triforce_tree.load()
+
+
+def served(
+    engine: Engine, waves: Sequence[Sequence[tuple[Grammar | None, int]]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[int]]:
+    """Returns the texts of requests, and the numbers of texts with which batches began.
+
+    Args:
+        waves: the grammar and the most tokens of each text. A later wave comes after the first has begun.
+    """
+    begun, came, sizes = threading.Event(), threading.Event(), list[int]()
+    generate, joining = engine.generate, Scheduler.joining
+
+    def counted(prompts: Any, **options: Any) -> GenerateOutput:
+        sizes.append(len(prompts))
+        return generate(prompts, **options)
+
+    def after_all_have_come(self: Scheduler, *given: Any) -> ServedText | None:
+        begun.set()
+        came.wait(PATIENCE)
+        return joining(self, *given)
+
+    monkeypatch.setattr(engine, "generate", counted)
+    monkeypatch.setattr(Scheduler, "joining", after_all_have_come)
+    scheduler = Scheduler(engine, Limits(batch=3), lambda text: None)
+    texts, ends = list[ServedText](), list[threading.Event]()
+    try:
+        for wave in waves:
+            ended = [threading.Event() for _ in wave]
+            coming = [
+                ServedText(
+                    engine.tokenizer.encode("The name is "),
+                    {"max_new_tokens": most, "temperature": 0.0, **({"grammar": grammar} if grammar else {})},
+                    (),
+                    lambda piece, end=end: end.set() if piece is None else None,
+                )
+                for (grammar, most), end in zip(wave, ended, strict=True)
+            ]
+            scheduler.submit(coming)
+            texts, ends = texts + coming, ends + ended
+            assert begun.wait(PATIENCE)
+        came.set()
+        for end in ends:
+            assert end.wait(PATIENCE)
+    finally:
+        came.set()
+        scheduler.close()
+    assert [text.error for text in texts] == [None] * len(texts)
+    return [text.result("text") for text in texts], sizes
+
+
+def test_texts_with_different_grammars_share_a_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waves = [
+        [(Choice(["one"]), LONG), (None, LONG)],
+        [(Regex("[xy]{4}"), 9), (Choice(["two"]), 9), (None, 5)],
+    ]
+    [one, free, letters, two, short], sizes = served(engine, waves, monkeypatch)
+    assert sizes == [2]
+    assert (one, two) == ("one", "two")
+    assert re.fullmatch("[xy]{4}", letters)
+    assert free.startswith(short)
+    assert free == engine.generate("The name is ", max_new_tokens=LONG, temperature=0).text
+
+
+def test_a_grammar_joins_no_batch_without_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    [free, one], sizes = served(engine, [[(None, LONG)], [(Choice(["one"]), 9)]], monkeypatch)
+    assert (one, sizes) == ("one", [1, 1])
+    assert free == engine.generate("The name is ", max_new_tokens=LONG, temperature=0).text
