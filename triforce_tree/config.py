@@ -197,18 +197,22 @@ class HierarchyConfig:
         if self.exact:
             alone("exact=True", {**refused, **split})
 
-    def matched_tokens(self, draft_model: bool) -> int:
-        """Returns the most tokens that suffix matching proposes in a pass, alone or beside a draft's trees.
+    def matched_tokens(self, grows: bool) -> int:
+        """Returns the most tokens that suffix matching proposes in a pass, alone or in the trees of another
+        drafter.
+
+        Args:
+            grows: whether there is another drafter.
 
         Raises:
-            ValueError: there is no draft model and ``lookup`` is 0, so that nothing would be proposed.
+            ValueError: there is none and ``lookup`` is 0, so that nothing would be proposed.
         """
-        if self.lookup == 0 and not draft_model:
+        if self.lookup == 0 and not grows:
             raise ValueError(
-                "lookup=0 proposes nothing, and there is no draft model; use at least 1, or levels=1"
+                "lookup=0 proposes nothing, and nothing else drafts; use at least 1, or levels=1"
             )
         if self.lookup is None:
-            return 0 if draft_model else _MATCHED_ALONE
+            return 0 if grows else _MATCHED_ALONE
         return self.lookup
 
     @cached_property

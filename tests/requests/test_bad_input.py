@@ -153,7 +153,7 @@ BAD_OPTIONS = [
     ({"sinks": -1}, ("sinks=-1", "at least 0")),
     ({"window": 0}, ("window=0", "at least 1")),
     ({"prefill_chunk": 0}, ("prefill_chunk=0", "at least 1")),
-    ({"lookup": 0}, ("lookup=0", "no draft model", "at least 1")),
+    ({"lookup": 0}, ("lookup=0", "nothing else drafts", "at least 1")),
     ({"lookup": -1}, ("lookup=-1", "at least 0")),
     ({"gamma": 10**9}, ("gamma=1000000000", "at most 1024")),
     ({"lookup": 129}, ("lookup=129", "at most 128")),
@@ -205,9 +205,6 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
 
 
-OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "use that name")
-
-
 def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
     for more in ({}, {"drafter": "model"}):
         engine = triforce_tree.load(TARGET, TARGET, **load_arguments({**more, "lookup": 8}))
@@ -221,16 +218,22 @@ def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
     assert not hasattr(triforce_tree.load(TARGET, TARGET)._hierarchy.drafter(), "matcher")
 
 
-def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
+def test_lookup_is_merged_into_the_trees_of_the_users_own_drafter() -> None:
     own = FixedSiblings("static:0;1", VOCABULARY)
+    engine = triforce_tree.load(TARGET, drafter=own, advanced={"lookup": 8})
+    for made in (engine, triforce_tree.load(TARGET, drafter=own).with_options(advanced={"lookup": 8})):
+        assert made.config.trees == (WithChain("static:0;1", 8),)
     with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
         triforce_tree.load(TARGET, drafter=SuffixMatching(4), advanced={"lookup": 8})
-    with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.load(TARGET, drafter=own, advanced={"lookup": 8})
-    with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.custom_generate(drafter=own, advanced={"lookup": 8})
-    with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.load(TARGET, drafter=own).with_options(advanced={"lookup": 8})
+
+
+def test_matched_tokens_take_the_place_of_the_trees_of_the_users_own_drafter() -> None:
+    own = FixedSiblings("static:0;1", VOCABULARY)
+    engine = triforce_tree.load(TARGET, drafter=own, advanced={"other_trees": "lookup:9 lookup:4"})
+    assert engine.config.trees == ("static:0;1", "lookup:4", "lookup:9")
+    assert engine.with_options(advanced={"rounds": 1}).config.shapes == ("static:0;1",)
+    with pytest.raises(ValueError, match=says("other_trees='chain:2 lookup:4'", "drafter 'fixed' has")):
+        triforce_tree.load(TARGET, drafter=own, advanced={"other_trees": "chain:2 lookup:4"})
 
 
 def test_lookup_is_taken_where_suffix_matching_proposes() -> None:

@@ -165,7 +165,7 @@ def _engine(args: argparse.Namespace) -> None:
     if names_trained(args.drafter):
         trained_folder(args.drafter)
     elif config.levels != 1:
-        config.matched_tokens(draft is not None)
+        config.matched_tokens(draft is not None or args.drafter == "mtp")
     for source in (target, draft):
         if source is None:
             continue

@@ -103,7 +103,7 @@ class Hierarchy:
             self.guard = compare_at_load(target)
         # The states of the models that the buffers and the facts belong to.
         self._made_of = target.revision, self._level_0.revision
-        self.facts = ModelFacts.of(target, self.draft)
+        self.facts = ModelFacts.of(target, self.draft, self.own_drafter)
 
     # Models
 
@@ -147,7 +147,7 @@ class Hierarchy:
             return
         # On a GPU the number of sequences that fit is measured next; on a CPU a new program collects.
         self.release(collect=self.target.device.type == "cuda")
-        self._planned, self.facts = None, ModelFacts.of(self.target, self.draft)
+        self._planned, self.facts = None, ModelFacts.of(self.target, self.draft, self.own_drafter)
         if made_of[0] != self.target.revision:
             self.prefixes.clear()
 

@@ -263,6 +263,45 @@ class Drafter:
         raise NotImplementedError
 
 
+class Extended(Drafter):
+    """Hands all calls to another drafter. A subclass adds matched tokens to what that one proposes.
+
+    Args:
+        drafter: grows the trees; it is attached to the target.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name, self.deterministic, self.capturable = (
+            drafter.name,
+            drafter.deterministic,
+            drafter.capturable,
+        )
+        self.features, self.feature_window = drafter.features, drafter.feature_window
+        self.weight_bytes, self.reads_slots = drafter.weight_bytes, drafter.reads_slots
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        return self.drafter.buffer_bytes(batch, capacity, limits)
+
+    def bind(self, state: SequenceState) -> None:
+        self.drafter.bind(state)
+
+    def read(self, store: KVStore) -> None:
+        self.drafter.read(store)
+
+    def take_over(self, earlier: Drafter) -> None:
+        self.drafter.take_over(earlier.drafter if isinstance(earlier, Extended) else earlier)
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self.drafter.start(sequences)
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        self.drafter.start_one(b, sequences)
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        self.drafter.prepare(sequences, resumed)
+
+
 def drafter_bytes(
     drafter: Drafter, batch: int, capacity: int, limits: PassLimits, size: int, itemsize: int
 ) -> dict[str, int]:

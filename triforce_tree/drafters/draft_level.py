@@ -14,7 +14,8 @@ from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
-from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import Shape, chain_shape, matched_alone, parse_shape, with_chain
 
 
 class DraftLevel:
@@ -82,27 +83,32 @@ class DraftLevel:
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:
         """Returns ``config`` with the tree shapes that the drafter will propose.
 
-        These are the shapes of the user's drafter, a chain for suffix matching, or the shapes in ``config``,
-        each together with a chain of suffix-matched tokens if ``config`` asks for one.
+        For suffix matching this is a chain. Else these are the shapes of the user's drafter, or those in
+        ``config`` for a draft model, each together with a chain of suffix-matched tokens if ``config`` asks
+        for one; and after them those of ``config`` that are such chains alone.
         """
+        matched, trees = self._matched(config), config.trees
         if self.own is not None:
-            trees = shapes_of(self.own)
-        elif self.model is None:
-            trees = (chain_shape(config.matched_tokens(False)),)
-        else:
-            trees = tuple(with_chain(shape, config.matched_tokens(True)) for shape in config.trees)
+            trees = (*shapes_of(self.own), *matched_alone(config.other_trees or ()))
+        if self.own is None and self.model is None:
+            trees = (chain_shape(matched),)
+        elif matched or self.own is None:
+            trees = tuple(with_chain(shape, matched) for shape in trees)
         if trees == config.trees:
             return config
         return replace(config, tree=trees[0], other_trees=trees[1:])
 
     def drafter(self, config: HierarchyConfig) -> Drafter:
         """Returns the drafter for these settings. For a draft model it is a new object without buffers."""
-        if self.own is not None:
-            return self.own
-        if self.model is None:
-            return SuffixMatching(config.matched_tokens(False))
-        grown, matched = TreeDrafter(self.model, config, self.tokens), config.matched_tokens(True)
-        chains = [shape for shape in map(parse_shape, config.shapes) if isinstance(shape, Lookup)]
-        if chains:
-            return WithLookup(grown, *(chain.length for chain in chains))
+        matched, grown = self._matched(config), self.own
+        if self.model is not None:
+            grown = TreeDrafter(self.model, config, self.tokens)
+        if grown is None:
+            return SuffixMatching(matched)
+        if chains := matched_alone(config.shapes):
+            return WithLookup(grown, *(device_tree_shape(parse_shape(chain)).depth for chain in chains))
         return Merged(grown, SuffixMatching(matched)) if matched else grown
+
+    def _matched(self, config: HierarchyConfig) -> int:
+        """Returns the most tokens of suffix matching, alone or in each tree."""
+        return config.matched_tokens(self.model is not None or self.own is not None)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes, shapes_of
+from triforce_tree.drafters.base import Drafter, Extended, TokenTree, grown_shapes, shapes_of
 from triforce_tree.kernels.suffix import graft_chain, index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
@@ -132,7 +132,7 @@ class SuffixMatching(Drafter):
         )
 
 
-class Merged(Drafter):
+class Merged(Extended):
     """Proposes the tree of ``drafter``, and a chain of suffix-matched tokens; one forward verifies both.
 
     The chain uses nodes of the tree as long as the tree contains its tokens, and branches off after that
@@ -149,22 +149,17 @@ class Merged(Drafter):
     """
 
     def __init__(self, drafter: Drafter, matcher: SuffixMatching) -> None:
-        self.drafter, self.matcher = drafter, matcher
-        self.name, self.features = drafter.name, drafter.features
-        self.deterministic = drafter.deterministic
-        self.capturable = drafter.capturable and matcher.capturable
+        super().__init__(drafter)
+        self.matcher = matcher
         self.shapes = tuple(with_chain(shape, matcher.length) for shape in shapes_of(drafter))
         self.tree = self.shapes[0]
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        grown = self.drafter.buffer_bytes(batch, capacity, limits)
+        grown = super().buffer_bytes(batch, capacity, limits)
         return {**grown, **self.matcher.buffer_bytes(batch, capacity, limits)}
 
-    def take_over(self, earlier: Drafter) -> None:
-        self.drafter.take_over(earlier.drafter if isinstance(earlier, Merged) else earlier)
-
     def bind(self, state: SequenceState) -> None:
-        self.drafter.bind(state)
+        super().bind(state)
         self.matcher.bind(state)
         self._grown = [
             TokenTree.of(shape, state.batch, 0, state.device, number)
@@ -174,15 +169,15 @@ class Merged(Drafter):
             grown.probs_rows.copy_(torch.arange(grown.nodes))
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start(sequences)
+        super().start(sequences)
         self.matcher.start(sequences)
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start_one(b, sequences)
+        super().start_one(b, sequences)
         self.matcher.start_one(b, sequences)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        self.drafter.prepare(sequences, resumed)
+        super().prepare(sequences, resumed)
         self.matcher.prepare(sequences, resumed)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:

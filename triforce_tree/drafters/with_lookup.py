@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from triforce_tree.drafters.base import Drafter, TokenTree, shapes_of
+from triforce_tree.drafters.base import Drafter, Extended, TokenTree, shapes_of
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
 
@@ -40,7 +39,7 @@ class Match(NamedTuple):
     common: int
 
 
-class WithLookup(Drafter):
+class WithLookup(Extended):
     """Proposes the trees of ``drafter`` or chains of matched tokens, which are the last of its ``shapes``.
 
     Args:
@@ -48,45 +47,33 @@ class WithLookup(Drafter):
         lengths: most matched tokens of a pass; each length is a shape of its own.
     """
 
-    deterministic = False
-
     def __init__(self, drafter: Drafter, *lengths: int) -> None:
-        self.drafter, self.lengths = drafter, lengths
-        self.name, self.features, self.capturable = drafter.name, drafter.features, drafter.capturable
-        grown = shapes_of(drafter)
+        super().__init__(drafter)
+        self.lengths, grown = lengths, shapes_of(drafter)
         self.shapes = (*grown, *map(Lookup, lengths))
         self.tree = grown[0]
         self._lookup = len(grown)
 
     def bind(self, state: SequenceState) -> None:
-        self.drafter.bind(state)
+        super().bind(state)
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
 
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        return self.drafter.buffer_bytes(batch, capacity, limits)
-
-    def take_over(self, earlier: Drafter) -> None:
-        self.drafter.take_over(earlier.drafter if isinstance(earlier, WithLookup) else earlier)
-
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start(sequences)
+        super().start(sequences)
         for b, sequence in enumerate(sequences):
             self._index(b, sequence)
         # Captured and timed stages verify a chain of full length.
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start_one(b, sequences)
+        super().start_one(b, sequences)
         self._index(b, sequences[b])
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
         """Indexes a text, unless it continues the indexed one: ``match`` then adds the new tokens."""
         if not self._indices[b].begins(sequence):
             self._indices[b] = SuffixIndex(sequence)
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        self.drafter.prepare(sequences, resumed)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         if tree.shape < self._lookup:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from triforce_tree.drafters.registry import ASSISTANTS, FILES, format_of, trained_drafter
 from triforce_tree.loading.gguf_header import is_gguf
 from triforce_tree.loading.model_folder import downloaded, settings_of
+from triforce_tree.trees.shapes import grown_alone, other_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +70,8 @@ def own_drafter(
             raise ValueError(
                 f"drafter={str(drafter)!r} uses no draft model, and one was given; leave one out"
             )
-        return trained_drafter(trained_folder(drafter), options)  # type: ignore[arg-type]
+        folder = trained_folder(drafter)  # type: ignore[arg-type]
+        return trained_drafter(folder, _of_trees(options))
     if drafter is None or drafter == "model":
         return None
     if draft is not None:
@@ -101,7 +103,7 @@ def mtp_drafter(target: "PreTrainedModel", options: Mapping[str, Any], named: bo
     if hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions"):
         from triforce_tree.loading import mtp_checkpoint
 
-        return mtp_checkpoint.mtp_drafter(target, options, named)
+        return mtp_checkpoint.mtp_drafter(target, _of_trees(options), named)
     if named:
         raise ValueError(
             f"drafter='mtp' runs the layers by MtpModel of transformers, which release "
@@ -139,11 +141,27 @@ def check_drafter_options(
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
-    for name in ("tree", "other_trees") if draft is None else ():
-        if name in options and drafter != "mtp" and not names_trained(drafter):
-            _refuse_tree(name, options[name], drafter)
-    if (lookup := options.get("lookup")) is not None:
-        _check_lookup(lookup, drafter)
+    own = not isinstance(drafter, str | Path | None)
+    for name, value in options.items() if draft is None else ():
+        if drafter == "mtp" or names_trained(drafter):
+            continue
+        if name == "tree" or (name == "other_trees" and (not own or _of_trees({name: value})[name])):
+            _refuse_tree(name, value, drafter)
+    if own and drafter.name == "lookup" and options.get("lookup") is not None:
+        raise ValueError(
+            f"lookup={options['lookup']!r} is the number of tokens that drafter='lookup' proposes, but "
+            f"drafter {drafter.name!r} is an object with settings of its own; leave lookup out, or use that "
+            "name"
+        )
+
+
+def _of_trees(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options without the chains of matched tokens in ``other_trees``, which are no trees of a
+    drafter's own (``drafters/draft_level.py``).
+    """
+    if options.get("other_trees") is None:
+        return dict(options)
+    return {**options, "other_trees": grown_alone(other_shapes(options["other_trees"]))}
 
 
 def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None") -> NoReturn:
@@ -156,16 +174,3 @@ def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None"
         f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
         "change drafter.tree instead"
     )
-
-
-def _check_lookup(lookup: object, drafter: "Drafter | str | Path | None") -> None:
-    if names_trained(drafter) or drafter == "mtp":
-        raise ValueError(
-            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but "
-            f"drafter={str(drafter)!r} proposes here; leave lookup out, or use that name"
-        )
-    if drafter is not None and not isinstance(drafter, str | Path):
-        raise ValueError(
-            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but drafter "
-            f"{drafter.name!r} is an object with settings of its own; leave lookup out, or use that name"
-        )

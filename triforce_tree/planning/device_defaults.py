@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import has_int8_kernel, why_not_replaceable
@@ -26,7 +27,7 @@ from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.trees.device_shapes import device_tree_shape, tree_shapes
-from triforce_tree.trees.shapes import Shape, grown_alone, tree_shape
+from triforce_tree.trees.shapes import Shape, grown_alone, matched_alone, tree_shape
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps,
 # because other settings need new buffers and graphs.
@@ -135,6 +136,7 @@ class ModelFacts:
         gpu: whether the target is on a GPU.
         group: query heads of the target per KV head.
         grows_trees: whether a draft model grows trees of any shape.
+        takes_matches: whether matched tokens may take the place of its trees, or of another drafter's.
         few_bits: whether level 1 should be faster in 8 bits (:func:`gains_from_few_bits`).
         weights, drafted: bytes of the target's and of the draft's weights; 0 without a draft.
         slot: bytes of the keys and values of one token, in layers without a window.
@@ -143,19 +145,27 @@ class ModelFacts:
     gpu: bool
     group: int
     grows_trees: bool
+    takes_matches: bool = False
     few_bits: bool = False
     weights: float = 0.0
     drafted: float = 0.0
     slot: float = 0.0
 
     @classmethod
-    def of(cls, target: HFModel, draft: HFModel | None) -> "ModelFacts":
-        """Reads the properties of the models, which visits all their modules."""
+    def of(cls, target: HFModel, draft: HFModel | None, drafter: Drafter | None = None) -> "ModelFacts":
+        """Reads the properties of the models, which visits all their modules.
+
+        Args:
+            drafter: what proposes trees in the place of a draft model.
+        """
         elements = sum(shape.elements for shape in target.kv_shapes if shape.window is None)
+        grows = draft is not None and target.states is None and draft.states is None
         return cls(
             gpu=target.device.type == "cuda",
             group=target.heads.group,
-            grows_trees=draft is not None and target.states is None and draft.states is None,
+            grows_trees=grows,
+            # Matched tokens take the place of trees that a network grows.
+            takes_matches=grows or (drafter is not None and not drafter.deterministic),
             few_bits=gains_from_few_bits(target),
             weights=weight_bytes(target.model),
             drafted=weight_bytes(draft.model) if draft is not None else 0.0,
@@ -188,8 +198,12 @@ def resolve(
     free = {name for name in options if name not in given and options[name] == _DEFAULTS[name]}
     chosen: dict[str, Any] = {}
     grouped = facts.group >= _GROUPED
-    shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if facts.gpu else _CPU_TREES
-    if facts.grows_trees and "tree" in free and (others := _beside(shapes, config, given)):
+    shapes: Sequence[str | Shape] = _CPU_TREES
+    if facts.gpu:
+        shapes = _GROUPED_TREES if grouped else _GPU_TREES
+    if not facts.grows_trees:
+        shapes = matched_alone(shapes) if facts.takes_matches else ()
+    if "tree" in free and (others := _beside(shapes, config, given)):
         chosen["other_trees"] = others
     if facts.gpu:
         chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA

@@ -274,6 +274,11 @@ def grown_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:
     return tuple(shape for shape in shapes if not isinstance(parse_shape(shape), Lookup))
 
 
+def matched_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:
+    """Returns the shapes that are chains of suffix-matched tokens."""
+    return tuple(shape for shape in shapes if isinstance(parse_shape(shape), Lookup))
+
+
 @overload
 def tree_shape(tree: str) -> Tree: ...
 @overload

@@ -21,7 +21,7 @@ from tests.support.distributions.head_folders import eagle, medusa, mtp
 from tests.support.models.families import perturbed, prompt_of, with_rounded_kv
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -112,10 +112,6 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "top-p": (TOP_P,),
     "all": (HOT, TopKLogitsWarper(3), TopPLogitsWarper(0.9)),
 }
-
-
-def _merged(kind: Callable[[str, int], Drafter], tree: str, vocabulary: int) -> Drafter:
-    return Merged(kind(tree, vocabulary), SuffixMatching(2))
 
 
 BOTH = {"tree": "chain:1", "runner_ups": True}
@@ -289,7 +285,7 @@ CASES: dict[str, Case] = {
     "merged, two rounds": Case(3, 2, 3, 1, {"lookup": 2, **_chain(1), "rounds": 2}),
     "merged, off and on": Case(2, 2, 4, None, {"lookup": 2, **_chain(1)}, plan=(1, 0, 1, 0)),
     **{
-        f"merged with {name}": Case(2, 3, 3, 1, drafter=partial(_merged, kind, tree, 3))
+        f"merged with {name}": Case(2, 3, 3, 1, {"lookup": 2}, drafter=partial(kind, tree, 3))
         for name, kind, tree in (
             ("fixed siblings", FixedSiblings, "static:0;1;0.0"),
             ("drawn by a table", TableDraws, "static:0;1;0.0"),
@@ -334,6 +330,16 @@ CASES: dict[str, Case] = {
             ("hierarchy", 3, 3, 2, 1, "static:0;1", {"runner_ups": True}, (), ()),
             ("hierarchy, two rounds", 3, 2, 3, 1, "chain:1", {"rounds": 2, "gamma": 2}, (), ()),
             ("off and on", 2, 2, 4, None, "chain:1", {}, (), (1, 0, 1)),
+            ("merged", 2, 3, 2, 1, "static:0;1", {"lookup": 2}, (), ()),
+            (
+                "matched tokens", 2, 3, 3, None, "chain:1", {"other_trees": ("lookup:2",), "rounds": None},
+                (), (PassKind(2, 1, 1), PassKind(2, 1), PLAIN),
+            ),
+            (
+                "matched tokens, hierarchy", 3, 2, 4, None, "chain:1",
+                {"other_trees": ("lookup:3",), "rounds": None, "gamma": 2, "runner_ups": False},
+                (), (PassKind(2, 1, 1), PassKind(3, 1)),
+            ),
         )
         for name, drafter in (
             ("medusa", partial(medusa, stranger(vocabulary, 0, 2), tree, heads=2)),

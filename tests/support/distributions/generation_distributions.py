@@ -24,15 +24,14 @@ from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.drafters.draft_window import RecomputedWindow
-from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.passes import PassKind
-from triforce_tree.trees.shapes import Lookup, parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Result = TypeVar("Result")
@@ -96,19 +95,9 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        self.window: TreeDrafter | None = None
-        drafter = None if isinstance(draft, PreTrainedModel) else draft
-        if isinstance(draft, PreTrainedModel):
-            matched = config.matched_tokens(True)
-            trees = tuple(with_chain(tree, matched) for tree in config.trees)
-            config = replace(config, tree=trees[0], other_trees=trees[1:])
-            drafter = self.window = TreeDrafter(HFModel(draft), config, tokens)
-            drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
-            chains = [shape.length for shape in map(parse_shape, trees) if isinstance(shape, Lookup)]
-            drafter = WithLookup(drafter, *chains) if chains else drafter
-        if drafter is not None:
-            drafter.attach(wrapped)
-            config = replace(config, tree=drafter.tree)
+        level = DraftLevel(wrapped, HFModel(draft) if isinstance(draft, PreTrainedModel) else draft, tokens)
+        config = level.with_trees(config)
+        drafter = level.drafter(config)
         self.program = DecodingProgram(
             wrapped,
             drafter,
@@ -135,8 +124,9 @@ class Generations:
             backend.cached.fed(b, self.prompt, 0)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.cache.means.update_all()
-        if self.window is not None and levels > 1 and isinstance(self.window.window, RecomputedWindow):
-            _cache_windows(self.window.window)
+        grown = getattr(drafter, "drafter", drafter)
+        if levels > 1 and isinstance(grown, TreeDrafter) and isinstance(grown.window, RecomputedWindow):
+            _cache_windows(grown.window)
 
     def distribution(
         self,

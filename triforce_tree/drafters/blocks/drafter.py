@@ -178,7 +178,7 @@ class BlockDrafter(RingDrafter):
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         network = self.network
         # These sizes must equal those in ``bind`` and ``DecodingProgram``.
-        slots = self.sinks + self.window + limits.chain + limits.extra + 4 + 1 + self.format.block
+        slots = self.sinks + self.window + limits.chain + self._depth + 4 + 1 + self.format.block
         keys = 2 * slots + self.sinks + 1
         item = network.fc.weight.element_size() * batch * len(network.layers)
         return {
@@ -192,7 +192,7 @@ class BlockDrafter(RingDrafter):
             growth.bind(state.batch, state.device)
         # The most positions that one pass can add.
         self._fresh = max(state.max_draft_tokens, self._depth) + 2
-        self._ring = Ring(self.sinks, self.window, state.max_draft_tokens + state.extra + 4)
+        self._ring = Ring(self.sinks, self.window, state.max_draft_tokens + self._depth + 4)
         network = self.network
 
         def zeros(slots: int) -> Tensor:
@@ -206,13 +206,13 @@ class BlockDrafter(RingDrafter):
         self._raw_keys = zeros(self.sinks + 1)
 
     @torch.no_grad()
-    def _fill(self, ends: list[int]) -> None:
-        """Computes all cached positions of sequence b before its token ``ends[b]``."""
+    def _fill(self, ends: list[int], newest: int) -> None:
         end = torch.tensor(ends, device=self._state.device)[:, None]
-        first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
-        newest = end + torch.arange(-self.window, 0, device=end.device)
-        self._store(first, first < end)
-        self._store(newest, newest >= self.sinks)
+        if self.sinks and newest == self.window:
+            first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
+            self._store(first, first < end)
+        positions = end + torch.arange(-newest, 0, device=end.device)
+        self._store(positions, positions >= self.sinks)
 
     def _store(self, positions: Tensor, kept: Tensor) -> None:
         """Stores keys and values of those ``positions``, int64 ``[B, T]``, that are ``kept``."""

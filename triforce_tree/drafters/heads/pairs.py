@@ -144,7 +144,7 @@ class PairDrafter(RingDrafter):
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         network = self.network
         # These sizes must equal those in ``bind`` and ``DecodingProgram``.
-        slots = self.sinks + self.window + limits.chain + limits.extra + 3 + network.layers + 1
+        slots = self.sinks + self.window + limits.chain + self._depth + 3 + network.layers + 1
         keys = slots + self._nodes + (0 if network.rotates else slots)
         elements = keys * network.key_size + (slots + self._nodes) * network.value_size
         item = network.dtype.itemsize * batch * network.layers
@@ -164,9 +164,9 @@ class PairDrafter(RingDrafter):
         self._state, network, device = state, self.network, state.device
         for growth in self._growths:
             growth.bind(state.batch, device)
-        # The most pairs that one pass can add; each further layer reads the output for the pair before.
-        self._fresh = max(state.max_draft_tokens, self._depth) + 1 + network.layers
-        beyond = state.max_draft_tokens + state.extra + 3 + network.layers
+        # The most pairs that one pass can add.
+        self._fresh = max(state.max_draft_tokens, self._depth) + 2
+        beyond = state.max_draft_tokens + self._depth + 3 + network.layers
         self._ring = Ring(self.sinks, self.window, beyond)
         # The slots of the tree's nodes follow those of the cache.
         self._nodes_at = self._ring.slots + 1
@@ -186,14 +186,19 @@ class PairDrafter(RingDrafter):
         self._bits = torch.arange(64, device=device)
 
     @torch.no_grad()
-    def _fill(self, ends: list[int]) -> None:
-        """Computes all cached pairs of sequence b that precede its token ``ends[b]``."""
+    def _fill(self, ends: list[int], newest: int) -> None:
         end = torch.tensor(ends, device=self._state.device)[:, None]
-        first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
-        newest = end + torch.arange(1 - self.window - self.network.layers, 0, device=end.device)
-        if self.sinks:
+        if self.sinks and newest == self.window:
+            first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
             self._advance(end, first, first < end)
-        self._advance(end, newest, newest >= self.sinks)
+        pairs = self._newest(end, newest)
+        self._advance(end, pairs, pairs >= self.sinks)
+
+    def _newest(self, end: Tensor, count: int) -> Tensor:
+        """Returns the newest ``count`` pairs before ``end`` ``[B, 1]``, int64 ``[B, T]``, after one more for
+        each further layer, which reads the output for the pair before.
+        """
+        return end + torch.arange(1 - count - self.network.layers, 0, device=end.device)
 
     def _advance(
         self, end: Tensor, pairs: Tensor, kept: Tensor, newest: bool = False
@@ -254,7 +259,7 @@ class PairDrafter(RingDrafter):
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
         growth.begin(state, tree)
-        fresh = end + torch.arange(-self._fresh, 0, device=state.device)
+        fresh = self._newest(end, self._fresh)
         roots = self._advance(end, fresh, fresh >= 0, newest=True)
         for layer, (hidden, _) in enumerate(roots):
             self._hidden[layer, :, :1] = hidden

@@ -59,23 +59,48 @@ class Ring:
 
 
 class RingDrafter(Drafter):
-    """A drafter that computes what its cache holds of committed tokens from hidden states of the target."""
+    """A drafter that computes what its cache holds of committed tokens from hidden states of the target.
 
+    ``propose`` computes it for as many of the newest tokens as a pass with its trees can add. A pass with
+    matched tokens, or several without the drafter, may have added more.
+
+    Attributes:
+        sinks, window: numbers of first and of newest positions in the cache.
+    """
+
+    sinks: int
+    window: int
     _state: SequenceState
+    # The number of newest positions that ``propose`` computes.
+    _fresh: int
+    # The number of tokens of each sequence that the cache belongs to.
+    _known: list[int]
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self._fill([len(tokens) - 1 for tokens in sequences])
+        self._known = [len(tokens) for tokens in sequences]
+        self._fill([known - 1 for known in self._known], self.window)
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        self._known[b] = len(sequences[b])
         # End 0 stores nothing for the other sequences.
-        ends = [0] * self._state.batch
-        ends[b] = len(sequences[b]) - 1
-        self._fill(ends)
+        self._fill([known - 1 if i == b else 0 for i, known in enumerate(self._known)], self.window)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        if resumed:
-            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
+        running = {b: len(tokens) for b, tokens in enumerate(sequences) if tokens is not None}
+        added = max(length - self._known[b] for b, length in running.items())
+        if added > self._fresh:
+            short = any(self._known[b] <= self.sinks for b in running)
+            ends = [running.get(b, 1) - 1 for b in range(len(sequences))]
+            self._fill(ends, self.window if short else min(added, self.window))
+        for b, length in running.items():
+            self._known[b] = length
 
-    def _fill(self, ends: list[int]) -> None:
-        """Computes what the cache holds of each sequence b before its token ``ends[b]``; nothing for 0."""
+    def _fill(self, ends: list[int], newest: int) -> None:
+        """Computes what the cache holds of the newest positions before token ``ends[b]`` of each sequence b.
+
+        Nothing is computed for a sequence whose end is 0.
+
+        Args:
+            newest: the number of these positions; if it is ``window``, the first ones are computed too.
+        """
         raise NotImplementedError
