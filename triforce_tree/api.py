@@ -86,7 +86,7 @@ def load(
             :class:`Medusa`, :class:`Eagle3`, or one of your own
             (:class:`~triforce_tree.drafters.base.Drafter`). The draft model, MTP layers and folders take
             ``tree``. By default the draft where there is one, else MTP layers where there are some, and else
-            suffix matching; ``lookup=N`` is suffix matching, beside a draft or a drafter both.
+            suffix matching. ``lookup=N`` is suffix matching alone, or matched tokens in the trees of another.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
