@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_a_drafter_knows_what_matched_tokens_have_added(
     out = engine.generate(PROMPT, max_new_tokens=NEW, temperature=0)
     assert out.sequences[0, len(PROMPT) :].tolist() == EXPECTED
     lengths = [len(text) for text, _ in seen]
-    assert max(b - a for a, b in zip(lengths, lengths[1:], strict=False)) > 6, "matched tokens were accepted"
+    assert max(b - a for a, b in pairwise(lengths)) > 6, "matched tokens were accepted"
     of_plan(monkeypatch, PassKind(2, 1))
     for text, probs in seen[1:]:
         again = KINDS[kind]()

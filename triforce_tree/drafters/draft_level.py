@@ -15,7 +15,7 @@ from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, chain_shape, matched_alone, parse_shape, with_chain
+from triforce_tree.trees.shapes import chain_shape, matched_alone, parse_shape, with_chain
 
 
 class DraftLevel:

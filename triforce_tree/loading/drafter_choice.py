@@ -141,17 +141,16 @@ def check_drafter_options(
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
-    own = not isinstance(drafter, str | Path | None)
+    own = None if isinstance(drafter, str | Path | None) else drafter
     for name, value in options.items() if draft is None else ():
         if drafter == "mtp" or names_trained(drafter):
             continue
-        if name == "tree" or (name == "other_trees" and (not own or _of_trees({name: value})[name])):
+        if name == "tree" or (name == "other_trees" and (own is None or _of_trees({name: value})[name])):
             _refuse_tree(name, value, drafter)
-    if own and drafter.name == "lookup" and options.get("lookup") is not None:
+    if own is not None and own.name == "lookup" and options.get("lookup") is not None:
         raise ValueError(
             f"lookup={options['lookup']!r} is the number of tokens that drafter='lookup' proposes, but "
-            f"drafter {drafter.name!r} is an object with settings of its own; leave lookup out, or use that "
-            "name"
+            f"drafter {own.name!r} is an object with settings of its own; leave lookup out, or use that name"
         )
 
 

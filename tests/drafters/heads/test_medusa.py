@@ -125,8 +125,6 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         triforce_tree.load(TARGET, drafter=folder, tree="chain:4")
     with pytest.raises(ValueError, match="uses no draft model, and one was given"):
         triforce_tree.load(TARGET, TARGET, drafter=folder)
-    with pytest.raises(ValueError, match=r"lookup=3 is the number .* but drafter=.* proposes here"):
-        triforce_tree.load(TARGET, drafter=folder, advanced={"lookup": 3})
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
     with pytest.raises(ValueError, match=r"medusa_num_heads=5 in .* must be 1 to 3, as its weights are"):
         Medusa(folder)

@@ -329,8 +329,8 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     target = mtp_checkpoint(tmp_path, "qwen3.5")
     with pytest.raises(ValueError, match="drafter='mtp' uses no draft model, and one was given"):
         triforce_tree.load(target, target, drafter="mtp")
-    with pytest.raises(ValueError, match="but drafter='mtp' proposes here"):
-        triforce_tree.load(target, drafter="mtp", advanced={"lookup": 3})
+    engine = triforce_tree.load(target, drafter="mtp", advanced={"other_trees": "chain:1 lookup:3"})
+    assert engine.config.trees == ("chain:2", "chain:1", "lookup:3")
     with pytest.raises(ValueError, match=r"those of the GGUF file .* are not read"):
         triforce_tree.load(tmp_path / "model.gguf", drafter="mtp")
 
