@@ -25,6 +25,7 @@ def settings(
         "gpu": True,
         "group": 1,
         "grows_trees": True,
+        "takes_matches": False,
         "weights": 52.3e6,
         "slot": 18_432,
         "drafted": 28.3e6 / 3,
@@ -58,6 +59,10 @@ def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> 
         own = HierarchyConfig.from_options(**changed)
         assert settings(own, gpu=gpu)["other_trees"] is None, changed
     assert settings(grows_trees=False, gpu=gpu)["other_trees"] is None
+    matched = tuple(name for name in found if name.startswith("lookup:"))
+    beside = settings(grows_trees=False, takes_matches=True, gpu=gpu)
+    assert beside["other_trees"] == matched, "a drafter has its own trees, and none of matched tokens"
+    assert matched
 
 
 def test_a_gpu_has_its_own() -> None:
