@@ -59,6 +59,19 @@ def mask_of_slots(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
+class NewKeys:
+    """The keys of a forward's new tokens, for a trial without a cache; see ``IndexedPass``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def visible(self, queries: int) -> Tensor:
+        return torch.ones(1, queries, queries, dtype=torch.bool, device=self._device).tril()
+
+    def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
+        return new
+
+
 def _choose(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Returns the slots int32 ``[B, T, K]`` that an indexer chooses, the best first.
 

@@ -34,7 +34,7 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
-from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
+from triforce_tree.models.indexers import NewKeys, attach_indexers, mask_of_slots
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
@@ -90,7 +90,7 @@ class StepModel:
         self.model, self._max_positions = clone.eval(), max_positions
         text_config = clone.config.get_text_config(decoder=True)
         self._layers = range(text_config.num_hidden_layers) if layers is None else layers
-        self.capturable = (length_rope is None or not length_rope.waits_for_host) and not indexers(clone)
+        self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.scales_queries = use_our_attention(clone)
         attach(self.model, in_chunks=False)
@@ -161,10 +161,8 @@ def step_model(
         return _host_step(shallow_copy(model.model), model, features)
     replaced = on_gpu and why_not_replaceable(model.model) is None
     # Streamed linear layers and some rotary embeddings make the host wait.
-    waits = (
-        model.indexed
-        or (model.streamed is not None and not model.streamed.capturable)
-        or (model.length_rope is not None and model.length_rope.waits_for_host)
+    waits = (model.streamed is not None and not model.streamed.capturable) or (
+        model.length_rope is not None and model.length_rope.waits_for_host
     )
     if on_gpu and not waits and model.capturable is None:
         model.capturable = captures(model, replaced)
@@ -236,7 +234,8 @@ def captures(model: HFModel, replaced: bool) -> bool:
     step = _step(few_row_copy(model.model) if replaced else shallow_copy(model.model), model, False)
 
     def run(tokens: Tensor) -> Tensor:
-        return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return step(tokens, positions, _no_attention, indexed=NewKeys(tokens.device))
 
     for count in _TRIED_ROWS[1:2] if replaced else _TRIED_ROWS:
         # Two inputs without a token in common.

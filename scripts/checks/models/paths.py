@@ -84,9 +84,9 @@ class Trial:
             model.set_experts_implementation("eager")
 
     @cached_property
-    def recurrent(self) -> bool:
-        """Returns whether some layers keep recurrent state; then there are at most two levels."""
-        return bool(mixers(self.model))
+    def two_levels(self) -> bool:
+        """Returns whether there are at most two levels: layers keep recurrent state, or have an indexer."""
+        return bool(mixers(self.model)) or bool(indexers(self.model))
 
     @cached_property
     def draft(self) -> PreTrainedModel:
@@ -133,7 +133,7 @@ class Trial:
         # Streamed weights are moved out of the model.
         target = copy.deepcopy(self.model) if streams else self.model
         options = {**OPTIONS, **path.options, **(TREE if path.drafts else {})}
-        if self.recurrent and (path.gpu or len(path.options) > 1):
+        if self.two_levels and (path.gpu or len(path.options) > 1):
             options["levels"] = 2  # what else is refused of the path, beside three levels
         engine = triforce_tree.load(target, self.draft if path.drafts else None, **load_arguments(options))
         prompts = [prompt_of(length) for length in lengths]
@@ -150,7 +150,7 @@ class Trial:
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
         if path.gpu:
             with engine.program(prompts, NEW_TOKENS, None) as program:
-                models = [program.full] if self.recurrent else [program.full, program.retrieval_model]
+                models = [program.full] if self.two_levels else [program.full, program.retrieval_model]
                 if not all(model.capturable for model in models):
                     return Outcome(REFUSED, "equal, but its forwards run step by step")
         return Outcome(EQUAL)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 import triforce_tree
 from scripts.checks.models.build import build
 from scripts.checks.models.classes import Family
+from scripts.checks.models.outcomes import EQUAL
+from scripts.checks.models.paths import Outcome, Trial
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine, UnsupportedModelError
 from triforce_tree.config import load_arguments
@@ -68,6 +70,13 @@ def test_greedy_texts_are_transformers_own(name: str, path: str) -> None:
         assert "target" in names
         assert "retrieval" not in names
         assert path == "auto" or (names == {"target"}) == (path == "plain")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forwards_are_captured(name: str) -> None:
+    """The text is transformers' own, and all forwards run in CUDA graphs."""
+    assert Trial(build(Family(name, "")), "cuda").run("captured") == Outcome(EQUAL)
 
 
 def test_a_batch_and_a_session() -> None:
