@@ -189,3 +189,40 @@ def test_choices_of_a_stream_are_those_of_a_whole_reply(client: openai.OpenAI) -
         own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(c.text for c in own) == choice.text
         assert [c.finish_reason for c in own if c.finish_reason] == ["length"]
+
+
+@pytest.mark.parametrize("stop", [None, ["the"]])
+@pytest.mark.parametrize("chat", [False, True])
+def test_streams_say_what_proposed_their_tokens(
+    client: openai.OpenAI, chat: bool, stop: list[str] | None
+) -> None:
+    given = {"model": NAME, "max_tokens": 60, "temperature": 0, "stop": stop, "stream": True}
+    options = {"include_usage": True, "include_levels": True}
+    if chat:
+        messages = [{"role": "user", "content": PROMPT}]
+        stream = client.chat.completions.create(messages=messages, stream_options=options, **given)
+    else:
+        stream = client.completions.create(prompt=PROMPT, stream_options=options, **given)
+    text, levels, usage = "", [], None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            piece = (choice.delta.content if chat else choice.text) or ""
+            own = getattr(choice, "levels", [])
+            # Text that is no stop string after all comes with the tokens that show this.
+            text += piece
+            levels += own
+            assert "".join(each["text"] for each in levels) == text
+    assert {each["level"] for each in levels} <= {"draft", "lookup", "target"}
+    assert len({each["level"] for each in levels}) > 1
+    assert usage is not None
+    assert sum(each["tokens"] for each in levels) == usage.completion_tokens
+    accepted = usage.completion_tokens_details.accepted_prediction_tokens
+    drafted = sum(each["tokens"] for each in levels if each["level"] != "target")
+    # The last pass may have accepted tokens after the end.
+    assert 0 <= accepted - drafted < 10
+
+
+def test_streams_without_the_option_say_nothing_of_levels(client: openai.OpenAI) -> None:
+    stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, stream=True)
+    assert not any(hasattr(choice, "levels") for chunk in stream for choice in chunk.choices)

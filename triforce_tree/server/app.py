@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +34,13 @@ from triforce_tree.server.warm_up import default_prompt, warm_up
 # escaped character takes up to twelve). The other limits are for models without a most number of tokens, and
 # the least limit.
 _TOKEN_BYTES, _ANY_BYTES, _LEAST_BYTES = 64, 16 * 2**20, 2**20
+
+_PAGE = Path(__file__).with_name("page.html")
+# The page needs nothing but this server.
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,8 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
     async def complete(request: Request) -> Response:
         return await running.answer(request, False)
 
+    content = _PAGE.read_bytes()
+
     async def models(request: Request) -> Response:
         return reply({"object": "list", "data": [description]})
 
@@ -224,6 +234,9 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         more = {} if why is None else {"reason": why}
         return reply({"status": state} | more, 200 if state == "ok" else 503)
 
+    async def page(request: Request) -> Response:
+        return HTMLResponse(content, headers={"Content-Security-Policy": _PAGE_POLICY})
+
     async def exposed(request: Request) -> Response:
         return Response(running.metrics.exposed(), media_type=CONTENT_TYPE_LATEST)
 
@@ -236,6 +249,7 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
     ])  # fmt: skip
     app = Starlette(
         routes=[
+            Route("/", page),
             Route("/health", health),
             Route("/metrics", exposed),
             # All other paths, including unknown ones, require the key.

@@ -81,9 +81,15 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: adds a chunk with the numbers of tokens.
+        include_levels: adds ``levels`` to choices: what proposed the tokens of each piece of text.
+    """
 
     include_usage: bool = False
+    include_levels: bool = False
 
 
 @dataclass(frozen=True)
@@ -303,13 +309,13 @@ class _Fields:
         if not isinstance(given, dict):
             raise _wrong("stream_options", given, 'must be an object, as {"include_usage": true}')
         options = _Fields(given)
-        usage = options.flag("include_usage")
+        known = StreamOptions(options.flag("include_usage"), options.flag("include_levels"))
         # OpenAI's option for random characters in each chunk, and vLLM's for the usage in each chunk.
         for name in ("include_obfuscation", "continuous_usage_stats"):
             if options.flag(name):
                 raise RefusedError(f"stream_options.{name} is not supported; leave it out", param=name)
         options.end()
-        return StreamOptions(usage)
+        return known
 
 
 def not_served(name: str, served: str) -> str:

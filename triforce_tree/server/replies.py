@@ -8,7 +8,7 @@ from typing import Any
 from triforce_tree.server.protocol import ChatRequest
 from triforce_tree.server.reading import Asked
 from triforce_tree.server.scheduler import ServedText
-from triforce_tree.server.text_stream import ScoredToken, TokenLogprobs
+from triforce_tree.server.text_stream import LevelText, ScoredToken, TokenLogprobs
 
 
 class Reply:
@@ -122,6 +122,13 @@ def _by_text(entry: TokenLogprobs) -> dict[str, float]:
             name = f"token_id:{other.token}" if other.text in logprobs else other.text
             logprobs[name] = other.logprob
     return logprobs
+
+
+def with_levels(chunk: dict[str, Any], levels: Sequences[LevelText]) -> dict[str, Any]:
+    """Returns a chunk of one text, and in it what proposed its tokens, if that is known."""
+    if levels:
+        chunk["choices"][0]["levels"] = [each._asdict() for each in levels]
+    return chunk
 
 
 def reason(sequence: ServedText) -> str:

@@ -62,6 +62,7 @@ class ServedText:
             ``max_new_tokens`` and ``grammar`` are equal.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
+        levels: whether to report what proposed each new token.
         seed: seed of its draws, which then do not depend on the batch; None for a random seed.
         emit: called with pieces of text while it is decoded, then once with None. It is called in the
             scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
@@ -80,6 +81,7 @@ class ServedText:
     emit: Callable[[str | None], None]
     seed: int | None = None
     alternatives: int = 0
+    levels: bool = False
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
@@ -129,12 +131,16 @@ class _OwnStream(TokenStreamer):
 
     def __init__(self, sequence: ServedText, stream: TextStream) -> None:
         self._sequence, self._stream = sequence, stream
+        self.wants_origins = stream.wants_origins
 
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
         self._tried(self._stream.put_prompt, tokens, end_tokens)
 
     def put(self, value: Tensor) -> bool:
         return self._tried(self._stream.put, value) is not False
+
+    def put_origins(self, names: Sequences[str]) -> None:
+        self._tried(self._stream.put_origins, names)
 
     def put_scores(self, scores: Mapping[str, Any]) -> None:
         self._tried(self._stream.put_scores, scores)
@@ -337,7 +343,7 @@ class Scheduler:
         sequence.end_waiting()
         sequence.stream = TextStream(
             tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives,
-            partial(self._passed, sequence),
+            partial(self._passed, sequence), sequence.levels,
         )  # fmt: skip
         self.running += 1
 

@@ -17,17 +17,17 @@ from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import RefusedError, error
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Asked, Ids
-from triforce_tree.server.replies import Reply, outputs_wanted
+from triforce_tree.server.replies import Reply, outputs_wanted, with_levels
 from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, ServedText
-from triforce_tree.server.text_stream import TokenLogprobs
+from triforce_tree.server.text_stream import LevelText, TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
 
 ENDING = "the server is shutting down; ask again"
 # Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
-# Elements: the index of a text, its next piece (None at its end), and the log-probabilities of the tokens
-# since the last piece.
-_Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs]]]
+# Elements: the index of a text, its next piece (None at its end), and the log-probabilities and the levels of
+# the tokens since the last piece.
+_Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs], list[LevelText]]]
 _Emit = Callable[[int, ServedText, str | None], None]
 
 
@@ -74,7 +74,7 @@ class Service:
             running = len(sequences)
             while running:
                 with contextlib.suppress(TimeoutError):
-                    _, piece, _ = await asyncio.wait_for(pieces.get(), _LOOK)
+                    _, piece, *_ = await asyncio.wait_for(pieces.get(), _LOOK)
                     running -= piece is None
                 if await request.is_disconnected():
                     return Response(status_code=499)
@@ -89,14 +89,14 @@ class Service:
             yield _event(reply.piece(index, "", first=True))
         running = len(sequences)
         while running:
-            index, text, logprobs = await pieces.get()
+            index, text, logprobs, levels = await pieces.get()
             if text is not None:
-                yield _event(reply.piece(index, text, logprobs))
+                yield _event(with_levels(reply.piece(index, text, logprobs), levels))
                 continue
             running -= 1
             sequence = sequences[index]
             if sequence.complete:
-                yield _event(reply.last(index, sequence, logprobs))
+                yield _event(with_levels(reply.last(index, sequence, logprobs), levels))
             else:
                 why = ENDING if sequence.error is None else client_message(sequence.error)
                 yield _event(error(why, "server_error"))
@@ -129,8 +129,9 @@ class Service:
                 # The choices of a request with a seed differ from each other, and are reproducible.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
                 sequence = ServedText(
-                    ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0
-                )
+                    ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0,
+                    asked.stream_options is not None and asked.stream_options.include_levels,
+                )  # fmt: skip
                 sequence.emit = partial(emit, len(sequences), sequence)
                 sequences.append(sequence)
         return sequences
@@ -171,10 +172,11 @@ def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
     """Returns a function that the decoding thread calls to put pieces of text into the queue ``pieces``."""
 
     def emit(index: int, sequence: ServedText, text: str | None) -> None:
-        logprobs = sequence.stream.take_logprobs() if sequence.stream is not None else []
+        stream = sequence.stream
+        logprobs, levels = ([], []) if stream is None else (stream.take_logprobs(), stream.take_levels())
         # The event loop may have ended with the server.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, text, logprobs))
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, text, logprobs, levels))
 
     return emit
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,20 @@ class TokenLogprobs(NamedTuple):
     offset: int
 
 
+class LevelText(NamedTuple):
+    """Text of consecutive tokens that the same level proposed.
+
+    Attributes:
+        text: what the tokens add to the text; a later token may complete a character.
+        level: ``draft`` or another drafter's name, ``lookup``, ``retrieval`` or ``target``.
+        tokens: number of tokens; 0 for text that was held back until the end.
+    """
+
+    text: str
+    level: str
+    tokens: int
+
+
 class TextStream(TokenStreamer):
     """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
 
@@ -57,6 +72,7 @@ class TextStream(TokenStreamer):
         alternatives: number of most probable tokens to report for each new token.
         passed: called after each pass with the number of its new tokens, and the seconds since the pass
             before it; None for the first one.
+        wants_origins: whether :meth:`take_levels` is called.
 
     Attributes:
         text: the text that was emitted so far.
@@ -74,8 +90,11 @@ class TextStream(TokenStreamer):
         cancelled: Callable[[], bool],
         alternatives: int = 0,
         passed: Callable[[int, float | None], None] = lambda tokens, seconds: None,
+        wants_origins: bool = False,
     ) -> None:
-        self._passed = passed
+        self._passed, self.wants_origins = passed, wants_origins
+        self._origins: list[str] = []
+        self._levels: list[LevelText] = []
         self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
         self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
         self._new = NewText(self._vocabulary, (), (), self._stop)
@@ -94,6 +113,9 @@ class TextStream(TokenStreamer):
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
         self._new = NewText(self._vocabulary, tokens, end_tokens, self._stop)
 
+    def put_origins(self, names: Sequence[str]) -> None:
+        self._origins = list(names)
+
     def put_tokens(self, tokens: Sequence[int]) -> bool:
         now, before, known = time.monotonic(), self.newest, self.count
         self.first, self.newest = self.first or now, now
@@ -106,6 +128,7 @@ class TextStream(TokenStreamer):
             if scores is not None:
                 self.logprobs.append(self._scored(token, *scores))
             pieces.append(self._new.put(token))
+        self._add_levels(pieces)
         self._passed(self.count - known, None if before is None else now - before)
         self._send("".join(pieces))
         return self.stopped or self._cancelled()
@@ -126,6 +149,23 @@ class TextStream(TokenStreamer):
             best = [list(zip(*pair, strict=True)) for pair in pairs]
         self._coming = list(zip(values, best, strict=True))
 
+    def _add_levels(self, pieces: Sequence[str]) -> None:
+        """Notes what proposed the tokens with these texts; without names they are the target's own."""
+        names, self._origins = self._origins, []
+        if not self.wants_origins:
+            return
+        for piece, name in zip_longest(pieces, names[: len(pieces)], fillvalue="target"):
+            last = self._levels[-1] if self._levels else None
+            if last is not None and last.level == name:
+                self._levels[-1] = LevelText(last.text + piece, name, last.tokens + 1)
+            else:
+                self._levels.append(LevelText(piece, name, 1))
+
+    def take_levels(self) -> list[LevelText]:
+        """Returns what proposed the tokens since the last call."""
+        levels, self._levels = self._levels, []
+        return levels
+
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Returns the log-probabilities of the tokens since the last call."""
         new = self.logprobs[self._taken :]
@@ -133,7 +173,10 @@ class TextStream(TokenStreamer):
         return new
 
     def end(self) -> None:
-        self._send(self._new.end())
+        rest = self._new.end()
+        if rest and self.wants_origins:
+            self._levels.append(LevelText(rest, "target", 0))
+        self._send(rest)
 
     def _scores(self, count: int) -> list[tuple[float, list[tuple[int, float]]] | None]:
         coming, self._coming = self._coming, []
