@@ -420,11 +420,12 @@ class Engine:
             pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]
         hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)
-        if reading := to_probs.reading_text:
+        if reading := to_probs.on_host:
             on_gpu = hierarchy.target.device.type == "cuda"
             self._notices.log(cost_of_processors(reading, request.config, len(prompts), on_gpu))
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
-        if several and (whole or not hierarchy.together(to_probs, prompts)):
+        settings = [sequence.to_probs or to_probs for sequence in request.sequences]
+        if several and (whole or not hierarchy.together(settings, prompts)):
             return None
         first: Sequence[Sequence[int]] = prompts
         sequences, size = request.sequences, 1

@@ -6,6 +6,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from tests.support.models.families import prompt_of
@@ -21,7 +22,7 @@ from tests.support.models.program_cases import (
     references,
 )
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.sampling import ProbsFromLogits, kind_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -70,17 +71,19 @@ def test_shorter_sequences_after_longer_ones(levels: int) -> None:
     assert decoded(program, PROMPTS, NEW)[0] == references()
 
 
-def test_equal_keys_differ_in_their_temperature_alone() -> None:
-    def key(*processors: object) -> object:
-        return ProbsFromLogits(LogitsProcessorList(processors)).key
+def test_stages_of_a_kind_serve_all_values_of_its_options() -> None:
+    def kind(*processors: object) -> object:
+        return kind_of([ProbsFromLogits(LogitsProcessorList(processors))])
 
     warm, hot, top = TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(1.4), TopKLogitsWarper(5)
-    assert key(warm) == key(hot) == key()
-    assert key(warm, top) == key(hot, top) == key(top)
-    assert key(top) != key(TopKLogitsWarper(6))
-    assert key(top, warm) != key(top, hot), "a temperature that does not lead"
+    assert kind(warm) == kind(hot) == kind()
+    assert kind(warm, top) == kind(hot, top) == kind(top) == kind(TopKLogitsWarper(6))
+    assert kind(top) != kind()
+    assert kind(top, warm) != kind(top, hot), "a temperature in another place"
     many = [[token for token in range(5, 1500) if token != spared] for spared in (700, 701)]
-    assert key(SuppressTokensLogitsProcessor(many[0])) != key(SuppressTokensLogitsProcessor(many[1]))
+    assert kind(SuppressTokensLogitsProcessor(many[0])) == kind(SuppressTokensLogitsProcessor(many[1]))
+    typical = [kind(TypicalLogitsWarper(mass)) for mass in (0.5, 0.6)]
+    assert typical[0] != typical[1], "values of other processors are parts of the stages"
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -98,6 +101,6 @@ def test_a_program_is_prepared_once_for_each_kind_of_sampling() -> None:
     for temperature in (0.5, 0.8, 0.5):
         to_probs = ProbsFromLogits.at(temperature)
         program.prepare(to_probs)
-        assert float(program.selected.to_probs.temperature) == pytest.approx(temperature)
+        assert program.selected.to_probs.temperature.item() == pytest.approx(temperature)
     program.prepare(GREEDY)
     assert len(program.prepared) == 2

@@ -33,7 +33,7 @@ class Proposing:
         self.state = SequenceState(batch, CAPACITY, 4, 4, 0, CPU)
         # The buffers have tokens of earlier passes after the end of each sequence.
         self.state.tokens.random_(3)
-        to_probs = DeviceProbs(ProbsFromLogits(), CPU, Noise)
+        to_probs = DeviceProbs([ProbsFromLogits()], batch, 3, CPU, Noise)
         self.tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), batch, vocabulary, CPU)
         nodes = self.tree.probs.shape[1]
         self.sampler = Sampler(to_probs, to_probs.noise(batch, nodes, vocabulary), nodes)

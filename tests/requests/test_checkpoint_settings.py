@@ -158,15 +158,14 @@ def test_what_a_setting_costs_is_named() -> None:
     assert cost_of_processors([], config, 3, on_gpu=True) is None
 
 
-def test_every_option_that_reads_the_text_is_named_by_its_own_name(
+def test_every_option_that_is_carried_out_on_the_host_is_named_by_its_own_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers' processors are found by their class names, and a batch says that it decodes them one by
     one.
     """
     options: dict[str, Any] = {
-        "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "sequence_bias": [[[3], 1.0]],
-        "bad_words_ids": [[5, 6]], "min_length": 50, "min_new_tokens": 5, "forced_bos_token_id": 3,
+        "no_repeat_ngram_size": 3, "forced_bos_token_id": 3,
         "forced_eos_token_id": 4, "exponential_decay_length_penalty": (3, 1.1), "begin_suppress_tokens": [9],
         "top_h": 0.5, "prefix_allowed_tokens_fn": lambda row, sent: [1, 2],
     }  # fmt: skip
@@ -183,7 +182,7 @@ def test_every_option_that_reads_the_text_is_named_by_its_own_name(
 
 
 def test_the_cost_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = from_object({"repetition_penalty": 1.1}, tmp_path)
+    engine = from_object({"no_repeat_ngram_size": 3}, tmp_path)
     with caplog.at_level(logging.WARNING, "triforce_tree"):
         engine.generate(PROMPT, max_new_tokens=3)
         assert not caplog.records, "a single sequence on the CPU costs nothing more"
@@ -191,4 +190,4 @@ def test_the_cost_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             engine.generate([PROMPT, PROMPT[3:]], max_new_tokens=3)
             engine.with_options(levels=1).generate([PROMPT, PROMPT[3:]], max_new_tokens=3)
     [record] = caplog.records
-    assert "repetition_penalty=1.1 reads the tokens so far: the 2 sequences" in record.getMessage()
+    assert "no_repeat_ngram_size=3 reads the tokens so far: the 2 sequences" in record.getMessage()

@@ -249,11 +249,14 @@ class Hierarchy:
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
 
-    def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
-        """Returns whether these prompts, of which there are several, can be decoded as one batch."""
+    def together(self, settings: Sequence[ProbsFromLogits], prompts: Sequence[Sequence[int]]) -> bool:
+        """Returns whether prompts with these sampling options, of which there are several, can be decoded as
+        one batch.
+        """
         rope = self.target.length_rope
         mixed = rope is not None and rope.mixed([len(p) for p in prompts])
-        return to_probs.context_free and not mixed
+        alike = len({each.others_key for each in settings}) == 1 and settings[0].in_stages
+        return alike and not mixed
 
     def drafter(self) -> Drafter:
         """Returns level 0 under the current settings; for a draft model it has new buffers."""

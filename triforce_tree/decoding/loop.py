@@ -94,7 +94,7 @@ class DecodingLoop:
     Args:
         programs: makes the program, and another one if memory runs out or the batch grows.
         sequences: the first sequences, by batch index; None for an index without a sequence.
-        to_probs: maps logits to probabilities.
+        to_probs: maps logits to probabilities, for sequences without sampling options of their own.
         seed: the seed of all draws, 0 to 2**63 - 1.
         repeatable: whether the same seed gives the same tokens, see :class:`PassChooser`. Each sequence then
             has the draws that it has alone with the seed ``draws.sequence_seed``.
@@ -201,6 +201,7 @@ class DecodingLoop:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
         """
         self._place(sequences)
+        self.program.prepare(*self._sampling(), masked=self._masks_tokens)
         if cached:
             self.program.rewind(self._texts())
             self._begin(range(len(sequences)), time.perf_counter())
@@ -280,7 +281,7 @@ class DecodingLoop:
         texts = self._texts()
         program = self._programs.make(texts)
         noise = program.use_seeds() if self._by_position else program.seeded
-        program.prepare(self._to_probs, self._masked)
+        program.prepare(*self._sampling(), masked=self._masks_tokens)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -348,7 +349,9 @@ class DecodingLoop:
 
     def _join(self) -> None:
         """Prefills the sequences that have joined, each in place of one that has ended."""
-        program, start = self.program, time.perf_counter()
+        program = self.program
+        others = program.prepare(*self._sampling(), masked=self._masks_tokens, running=True)
+        start = time.perf_counter()
         joining = [sequence.index for sequence in self.joining if sequence.index is not None]
         ended: list[int] = []
         if program.cache.backend.reclaims:
@@ -361,7 +364,11 @@ class DecodingLoop:
             if (sequence := self.sequences[b]) is not None:
                 sequence.reused = reused
         self._begin(joining, start)
-        self.chooser.joined()
+        if others:
+            for b, sequence in enumerate(self.sequences):
+                if b not in joining and sequence is not None:
+                    self._set_sampling(b, sequence)
+        self.chooser.joined(others)
 
     def _begin(self, indices: Iterable[int], start: float) -> None:
         """Lets sequences run whose prefill began at ``start``."""
@@ -373,10 +380,25 @@ class DecodingLoop:
         for b in indices:
             if (begun := self.sequences[b]) is not None:
                 self.draws.begin(b, begun.number, begun.seed if self._by_position else None)
+                self._set_sampling(b, begun)
             else:
                 self.draws.begin(b, b)
         self._update_active()
         self._prefilled, self.joining = True, []
+
+    def _sampling(self) -> list[ProbsFromLogits]:
+        """Returns the sampling options of the sequences that run; those of the loop if none runs."""
+        return [sequence.to_probs or self._to_probs for sequence in self.running] or [self._to_probs]
+
+    @property
+    def _masks_tokens(self) -> bool:
+        """Returns whether sequences have grammars."""
+        return self._masked or any(sequence.matcher is not None for sequence in self.running)
+
+    def _set_sampling(self, index: int, sequence: Sequence) -> None:
+        """Lets the stages decode a sequence by its own sampling options."""
+        own = sequence.to_probs or self._to_probs
+        self.program.selected.to_probs.begin(index, own, sequence.tokens)
 
     @property
     def _ended(self) -> list[int]:
@@ -412,7 +434,7 @@ class DecodingLoop:
             clock.start()
             if kind != PLAIN:
                 kind = self._prepare_levels(kind, texts, self._after_plain)
-            if self._masked and program.masks is not None:
+            if program.masked and program.masks is not None:
                 program.masks.begin_pass([None if s is None else s.matcher for s in running])
             self.draws.before_pass([None if text is None else len(text) for text in texts])
             for name, level in program.stages_of_pass(kind):
@@ -475,7 +497,8 @@ class DecodingLoop:
         fresh: Fresh = []
         for sequence, (count, _, _, has_nan, *tokens) in zip(running, report, strict=True):
             if has_nan:
-                raise ValueError(self._to_probs.nan_error)
+                own = sequence.to_probs if sequence is not None else None
+                raise ValueError((own or self._to_probs).nan_error)
             if sequence is not None and count:
                 fresh.append((sequence, sequence.append(tokens[:count])))
         if observe is not None:
@@ -485,6 +508,9 @@ class DecodingLoop:
                 for sequence, new in fresh:
                     sequence.take_back(len(new))
                 raise
+        self.program.selected.to_probs.committed(
+            (sequence.index, new) for sequence, new in fresh if sequence.index is not None
+        )
         if any(sequence.finish_reason is not None for sequence, _ in fresh):
             self._update_active()
         return fresh

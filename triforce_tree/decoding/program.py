@@ -39,7 +39,7 @@ from triforce_tree.verify.masks import GrammarMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
-from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.sampling import ProbsFromLogits, kind_of
 from triforce_tree.verify.seeded import Seeded
 from triforce_tree.verify.verifier import Verifier
 
@@ -221,20 +221,24 @@ class DecodingProgram:
 
     # Stages
 
-    def prepare(self, to_probs: ProbsFromLogits, masked: bool = False) -> None:
-        """Selects the stages for this kind of sampling, and makes and captures them if there are none.
-
-        Sequences must be prefilled or rewound afterwards, because the trial runs of a capture use their
-        buffers.
+    def prepare(self, *settings: ProbsFromLogits, masked: bool = False, running: bool = False) -> bool:
+        """Selects the stages for the sampling options of a batch, and makes and captures them if there are
+        none. Every sequence gets the first ones; see ``DeviceProbs.begin``.
 
         Args:
             masked: whether sequences may have grammars.
+            running: whether sequences run, between two passes of which this is called; they go on afterwards.
+                Otherwise sequences must be prefilled or rewound afterwards, because the trial runs of a
+                capture use their buffers.
+
+        Returns:
+            whether the stages are other ones than before.
         """
         if masked and self.masks is None:
             self.masks = GrammarMasks(self.batch, self.target.vocab_size, self.device)
         if self.masks is not None:
             self.masks.clear()
-        key = to_probs.key, masked
+        key = kind_of(settings), masked
         found = self.prepared.pop(key, None)
         if found is None:
             if len(self.prepared) >= _MOST_PREPARED:
@@ -242,34 +246,39 @@ class DecodingProgram:
                 del self.prepared[next(iter(self.prepared))]
                 if self.device.type == "cuda":
                     free_memory()
-            masks = self.masks if masked else None
-            found = self._new_stages(DeviceProbs(to_probs, self.device, self.noise, masks))
+            sizes = self.batch, self.target.vocab_size, self.device
+            to_probs = DeviceProbs(settings, *sizes, self.noise, self.masks if masked else None)
+            found = self._new_stages(to_probs, running)
             self.capture_seconds += found.seconds
+        others = getattr(self, "selected", None) is not found
         self.selected = self.prepared[key] = found
-        self.selected.to_probs.set(to_probs)
-        if self.seeded is not None:
-            self.seeded.clear()
+        if not running:
+            for index in range(self.batch):
+                found.to_probs.begin(index, settings[0])
+            if self.seeded is not None:
+                self.seeded.clear()
+        return others
 
     @property
     def masked(self) -> bool:
         """Returns whether sequences may have grammars."""
         return self.selected.to_probs.masked
 
-    def _new_stages(self, to_probs: DeviceProbs) -> PreparedStages:
+    def _new_stages(self, to_probs: DeviceProbs, running: bool) -> PreparedStages:
         """Returns the stages for one kind of sampling, with trees of the first shape.
 
-        On a GPU they are captured on made-up sequences of the greatest length. Sequences must be prefilled
-        afterwards.
+        On a GPU they are captured: on the sequences that run, or on made-up sequences of the greatest length,
+        after which sequences must be prefilled.
         """
         start, device = time.perf_counter(), self.device
         stages = self._stages_of(to_probs)
-        if self.config.exact:
+        if self.config.exact and not running:
             self._check_exact(stages)
         runs: dict[str, list[Callable[[], None]]] = {}
         if device.type != "cuda":
             runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
             return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
-        with self.trial(self.max_seq_len - 1) as begin:
+        with self._unchanged() if running else self.trial(self.max_seq_len - 1) as begin:
             progress = StageProgress(len(stages))
             for name, stage in stages.items():
                 progress.next(name)
@@ -364,25 +373,36 @@ class DecodingProgram:
         stages = self.selected
         if number in stages.shapes:
             return
-        start, state = time.perf_counter(), self.state
+        start = time.perf_counter()
         made = self._tree_stages(stages.to_probs, number)
         progress = StageProgress(len(made))
         runs: dict[str, list[Callable[[], None]]] = {}
-        saved, had_nan = state.save(), state.has_nan.clone()
-        try:
+        with self._unchanged() as restore:
             for name, stage in made.items():
                 progress.next(name)
                 # On a GPU this runs the stage, twice.
                 runs[name] = executed_parts(stage.steps(), self.device)
-                state.restore(saved)
-        finally:
-            state.restore(saved)
-            state.has_nan.copy_(had_nan)
+                restore(False)
         stages.stages.update(made)
         stages.runs.update(runs)
         stages.shapes.add(number)
         _made.add(self._kernels_of(number))
         self.capture_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[Callable[[bool], None]]:
+        """Is a context in which stages may run after the sequences, whose state is restored at its end.
+
+        Yields:
+            a function that restores the state, like that of :meth:`trial`.
+        """
+        state = self.state
+        saved, had_nan = state.save(), state.has_nan.clone()
+        try:
+            yield lambda chains: state.restore(saved)
+        finally:
+            state.restore(saved)
+            state.has_nan.copy_(had_nan)
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from triforce_tree.grammar.matching import Matcher
 from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 Stop = Callable[[list[int]], bool]
 """A stop criterion: called with all tokens so far, it returns whether the sequence ends."""
@@ -49,6 +50,9 @@ class Sequence:
         number: the number of the sequence in its call, from 0. Its random numbers depend on it.
         seed: the sequence's own seed, see ``verify/seeded.py``; None if it has none.
         matcher: the state of the grammar of its new tokens so far; None without a grammar.
+        to_probs: its sampling options; None for those of the decoding loop.
+        outputs: which of "logits", "scores" and "logprobs" are wanted of its new tokens; None for those of
+            the request that it is decoded with.
         tokens: the prompt and the new tokens so far.
         finish_reason: why it has ended; None while it runs.
         index: its batch index, which determines its KV slots; None before it has one.
@@ -63,6 +67,8 @@ class Sequence:
     number: int = 0
     seed: int | None = None
     matcher: Matcher | None = field(default=None, repr=False)
+    to_probs: ProbsFromLogits | None = field(default=None, repr=False)
+    outputs: frozenset[str] | None = None
     tokens: list[int] = field(init=False, repr=False)
     finish_reason: str | None = None
     index: int | None = None

@@ -143,7 +143,7 @@ class TokenTree:
         Args:
             root: int64 ``[B]``, the position of node 0 in each sequence.
         """
-        return NodePaths(state, self.tokens, self.parents, root, nodes)
+        return NodePaths(state, self.tokens, self.parents, self.depths, self.depth, root, nodes)
 
 
 class Drafter:

@@ -80,8 +80,8 @@ class Batch:
         """Enlarges the batch to the wanted number of sequences, if it can grow and the memory suffices."""
         program = self._loop.program
         # This is tested first, because ``wanted`` tests every waiting prompt in each pass.
-        replaces, free = program.cache.backend.replaces, self._request.to_probs.context_free
-        if program.device.type != "cpu" or not replaces or not free:
+        replaces, several = program.cache.backend.replaces, self._request.to_probs.in_stages
+        if program.device.type != "cpu" or not replaces or not several:
             return
         now = len(self._loop.sequences)
         if (wanted := joining.wanted(self._fits)) <= now:
@@ -113,7 +113,7 @@ class Batch:
         return (
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
-            and self._hierarchy.together(request.to_probs, [request.sequences[0].prompt, prompt])
+            and self._hierarchy.together([request.to_probs], [request.sequences[0].prompt, prompt])
             and self._has_slots(request.sequence(prompt, new_tokens))
             # A prompt that comes after a change of the models belongs to the next batch.
             and not self._hierarchy.changed

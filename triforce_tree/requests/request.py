@@ -271,13 +271,14 @@ class Request:
         processors, criteria, config, _ = prepared
         check_prepared(config, processors, target.vocab_size)
         seeds = how.seeds if how.seeds is not None and config.do_sample else [None] * len(tokens)
+        to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
         sequences = []
         for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
             ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
             matcher = how.matcher(how.grammar[number] if how.grammar else None, ending.stop_tokens)
-            sequences.append(Sequence(prompt, ending, number, seeds[number], matcher))
-        # If processors read the tokens so far, the sequences of a batch are decoded one by one.
-        to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
+            reads = not to_probs.context_free
+            probs = ProbsFromLogits(processors, to_probs.greedy, own, number) if reads else to_probs
+            sequences.append(Sequence(prompt, ending, number, seeds[number], matcher, probs))
         pad_token, _ = _padding(vars(config))
         named = ("logits", "scores") if config.return_dict_in_generate else ()
         outputs = {name for name in named if getattr(config, f"output_{name}")}
@@ -320,7 +321,8 @@ class Request:
         """Returns a sequence of another prompt, with the stop criteria of the call."""
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
         ending = replace(ending, max_new_tokens=new_tokens)
-        return Sequence(prompt, ending, number, seed, self.how.matcher(grammar, ending.stop_tokens))
+        matcher = self.how.matcher(grammar, ending.stop_tokens)
+        return Sequence(prompt, ending, number, seed, matcher, self.to_probs)
 
 
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -13,6 +13,7 @@ from triforce_tree.decoding.loop import Fresh
 from triforce_tree.kernels.probs.masked import mask_logits
 from triforce_tree.requests.request import Request
 from triforce_tree.runtime.token_ids import id_tensor
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class EmittedScores:
@@ -28,7 +29,6 @@ class EmittedScores:
     """
 
     def __init__(self, request: Request, on_host: bool) -> None:
-        self._to_probs = request.to_probs
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._returned = torch.device("cpu") if on_host else request.given_ids.device
         # By name and sequence, [V] or [] of each token.
@@ -63,7 +63,8 @@ class EmittedScores:
             if "scores" in self._values and sequence.matcher is not None:
                 words = sequence.matcher.masks_of_newest(new, own.shape[1]).to(own.device)
             for name, kept in self._values.items():
-                parts.append((kept[number], self._result(name, own, text, words).to(self._device)))
+                result = self._result(name, own, text, words, sequence.to_probs)
+                parts.append((kept[number], result.to(self._device)))
         for own_values, part in parts:
             own_values += part.unbind()
         for number, text in texts.items():
@@ -74,9 +75,16 @@ class EmittedScores:
         for name, kept in self._values.items():
             kept[number] += values[name].to(self._device).unbind()
 
-    def _result(self, name: str, logits: Tensor, text: Tensor, words: Tensor | None) -> Tensor:
+    def _result(
+        self,
+        name: str,
+        logits: Tensor,
+        text: Tensor,
+        words: Tensor | None,
+        to_probs: ProbsFromLogits | None,
+    ) -> Tensor:
         """Returns ``[n, V]`` or ``[n]``: the values of the last n tokens of ``text``, which were chosen by
-        ``logits`` ``[n, V]`` under the masks ``words`` of a grammar.
+        ``logits`` ``[n, V]`` with the sampling options ``to_probs`` under the masks ``words`` of a grammar.
         """
         count = len(logits)
         if name == "logprobs":
@@ -87,7 +95,8 @@ class EmittedScores:
             return logits
         if words is not None:
             logits = mask_logits(logits, words)
-        return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
+        assert to_probs is not None, "sequences of a request have sampling options"
+        return to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
     def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
         """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor

@@ -1,6 +1,6 @@
 """Makes the random decisions of drafting and verification on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ class Noise:
         capturable: whether a stage with this noise may run as a CUDA graph.
         exponential: fp32 ``[B, rows, V]``, Exp(1): argmax(probs / exponential) is a draw from probs.
         uniform: fp32 ``[B, uniforms]`` in [0, 1).
+        still: the batch indices whose ``exponential`` is 1, so that the most probable tokens are drawn.
     """
 
     capturable = True
@@ -35,6 +36,7 @@ class Noise:
     def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
         self.exponential = torch.ones(batch, rows, vocabulary, dtype=torch.float32, device=device)
         self.uniform = torch.zeros(batch, uniforms, dtype=torch.float32, device=device)
+        self.still: Collection[int] = ()
 
     def draw(self, generator: torch.Generator) -> None:
         """Redraws the numbers for the next run."""
@@ -42,6 +44,8 @@ class Noise:
             fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
+        for b in self.still:
+            self.exponential[b] = 1
 
     def draw_rows(self, generators: Sequence[torch.Generator]) -> None:
         """Redraws the numbers of each sequence b from ``generators[b]``, as in a batch of one."""
@@ -50,6 +54,8 @@ class Noise:
                 fill_exponential(self.exponential[b], generator)
             if self.uniform.numel():
                 self.uniform[b].uniform_(generator=generator)
+        for b in self.still:
+            self.exponential[b] = 1
 
     def align(self, positions: Tensor) -> None:
         """Sets the positions of the next decisions. Noise that does not depend on positions ignores it.

@@ -1,99 +1,137 @@
 """Computes probabilities from logits and draws tokens from them, in a form that CUDA graphs can capture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from triforce_tree.kernels.probs.softmax import softmax_rows
+from triforce_tree.kernels.probs.truncation import truncate_scores
 from triforce_tree.runtime.executor import Cuts
+from triforce_tree.verify.adjustments import Adjustments
 from triforce_tree.verify.masks import GrammarMasks, StageMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.paths import NodePaths
-from triforce_tree.verify.sampling import ProbsFromLogits
-
-Paths = Callable[[], Sequence[Tensor | None]]
-"""A function that returns all tokens up to each of B * T nodes, int64 ``[L]``; None for an unused node."""
+from triforce_tree.verify.sampling import ProbsFromLogits, kind_of
 
 
 class DeviceProbs:
-    """Computes probabilities from logits on the device.
+    """Computes probabilities from logits on the device, by options of each sequence's own.
 
-    If the first logits processor is a temperature, it is read from a device buffer, so that one captured
-    graph serves all temperatures.
+    The options are read from device buffers, so that one captured graph serves all their values.
 
     Args:
-        to_probs: the logits processors of the request.
+        settings: of the sequences of a batch; they determine the kind of the computation. :meth:`begin` sets
+            those of each sequence.
+        batch: B.
+        vocabulary: V.
         device: device of the logits.
         noise: makes the random numbers of the stages that draw from these distributions.
         masks: masks of the sequences' grammars; None if no sequence may have one.
 
     Attributes:
-        capturable: whether a CUDA graph can capture the computation, that is, no logits processor depends on
-            the tokens.
+        greedy: whether every sequence takes the most probable token.
+        mixed: whether some sequences do, and others draw; ``greedy_rows`` bool ``[B]`` says which.
+        capturable: whether a CUDA graph can capture the computation, that is, no logits processor is called
+            on the host.
         masked: whether sequences may have grammars.
     """
 
     def __init__(
         self,
-        to_probs: ProbsFromLogits,
+        settings: Sequence[ProbsFromLogits],
+        batch: int,
+        vocabulary: int,
         device: torch.device,
         noise: NoiseFactory,
         masks: GrammarMasks | None = None,
     ) -> None:
-        self.masked, self._masks = masks is not None, masks
-        self.greedy, self._device, self._noise = to_probs.greedy, device, noise
-        self.capturable = to_probs.context_free
-        self._bound = None if to_probs.context_free else to_probs
-        self.temperature = torch.ones((), dtype=torch.float32, device=device)
-        self._rest = LogitsProcessorList(to_probs.others)
-        self.set(to_probs)
+        def filled(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((batch,), value, dtype=dtype, device=device)
 
-    def set(self, to_probs: ProbsFromLogits) -> None:
-        """Takes over the settings of ``to_probs``, which must have the same ``key``."""
-        self.temperature.fill_(to_probs.temperature)
+        self.masked, self._masks = masks is not None, masks
+
+        self.kind, self._device, self._noise = kind_of(settings), device, noise
+        self.greedy, self.mixed = self.kind.greedy, self.kind.mixed
+        self.capturable = settings[0].in_stages
+        self._bound = None if self.capturable else settings[0]
+        self._rest = LogitsProcessorList(settings[0].others if self.capturable else ())
+        self.temperature = filled(1, torch.float32)
+        self._truncation = filled(0, torch.int64), filled(1, torch.float64), filled(0, torch.float64)
+        self.greedy_rows = filled(0, torch.bool)
+        self._greedy_indices: set[int] = set()
+        self._adjust = Adjustments(self.kind, batch, vocabulary, device) if self.kind.adjusts else None
+        for index in range(batch):
+            self.begin(index, settings[0])
+
+    def begin(self, index: int, settings: ProbsFromLogits, tokens: Sequence[int] = ()) -> None:
+        """Sets the options of the sequence at a batch index; the kind of ``settings`` must be served.
+
+        Args:
+            tokens: all committed tokens of the sequence.
+        """
         if self._bound is not None:
-            self._bound = to_probs
+            self._bound = settings
+            return
+        options = settings.options
+        self.temperature[index] = options.temperature
+        for buffer, value in zip(
+            self._truncation, (options.top_k, options.top_p, options.min_p), strict=True
+        ):
+            buffer[index] = value
+        if self.mixed:
+            self.greedy_rows[index] = settings.greedy
+            (self._greedy_indices.add if settings.greedy else self._greedy_indices.discard)(index)
+        if self._adjust is not None:
+            self._adjust.begin(index, options, tokens)
+
+    def committed(self, new: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Counts the tokens that a pass has added to the sequences at these batch indices."""
+        if self._adjust is not None:
+            self._adjust.committed(new)
 
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
         """Makes the :class:`Noise` of a stage that draws from these distributions; empty if greedy."""
         if self.greedy:
             rows = uniforms = 0
-        return self._noise(batch, rows, vocabulary, uniforms, self._device)
+        noise = self._noise(batch, rows, vocabulary, uniforms, self._device)
+        noise.still = self._greedy_indices
+        return noise
 
     def masks(self, nodes: int) -> StageMasks | None:
         """Makes the masks of a stage whose trees have at most ``nodes`` nodes; None without grammars."""
         return None if self._masks is None else StageMasks(self._masks, nodes)
 
-    def scores(self, logits: Tensor, paths: Paths) -> Tensor:
+    def scores(self, logits: Tensor, paths: NodePaths) -> Tensor:
         """Returns processed logits, fp32 ``[B, T, V]``.
 
         Args:
-            paths: called only if a processor depends on the tokens.
+            paths: called only if an option depends on the tokens.
         """
         scores = logits.float()
         if self._bound is not None:
             return self._bound.scores(scores.flatten(0, 1), paths).view_as(scores)
+        if self._adjust is not None:
+            scores = self._adjust(scores, paths)
         if not self.greedy:
-            scores = scores / self.temperature
+            scores = scores / self.temperature[:, None, None]
+        if self.kind.truncates:
+            scores = truncate_scores(scores, *self._truncation)
         if self._rest:
             scores = self._rest(None, scores.flatten(0, 1)).view_as(scores)  # type: ignore[arg-type]
         return scores
 
-    def unscaled(self, logits: Tensor, paths: Paths) -> tuple[Tensor, Tensor | None]:
+    def unscaled(self, logits: Tensor, paths: NodePaths) -> tuple[Tensor, Tensor | None]:
         """Returns x and t such that the distributions are softmax(x / t), for kernels that fuse both.
 
-        x is ``[B, T, V]``, and t is a scalar tensor on the device or None, which means 1.
+        x is ``[B, T, V]``, and t is fp32 ``[B]`` on the device or None, which means 1.
         """
-        if self._rest or self._bound is not None:
+        if self._rest or self._bound is not None or self.kind.truncates:
             return self.scores(logits, paths), None
+        if self._adjust is not None:
+            logits = self._adjust(logits.float(), paths)
         return logits, None if self.greedy else self.temperature
-
-    def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Returns probabilities, fp32 ``[B, T, V]``."""
-        return softmax_rows(self.scores(logits, paths))
 
 
 class Sampler:

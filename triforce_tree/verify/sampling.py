@@ -1,6 +1,8 @@
 """Computes fp32 probabilities from logits with the user's logits processors, and derives seeds."""
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -12,36 +14,31 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation import logits_process as hf
 
-from triforce_tree.verify.top_k import SlicedTopK
-from triforce_tree.verify.top_p import PartlySortedTopP
+from triforce_tree.kernels.probs.truncation import truncate_scores
+from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, rounded, split, words_of
 
 # Processors whose result does not depend on the preceding tokens, so that one call serves all nodes of a
 # tree. The type must be exact, since a derived class may read the tokens.
 _CONTEXT_FREE = {
-    SlicedTopK,
-    PartlySortedTopP,
-    *(
-        getattr(hf, name)
-        for name in (
-            "TemperatureLogitsWarper",
-            "TopKLogitsWarper",
-            "TopPLogitsWarper",
-            "MinPLogitsWarper",
-            "TypicalLogitsWarper",
-            "EpsilonLogitsWarper",
-            "EtaLogitsWarper",
-            "LogitNormalization",
-            "SuppressTokensLogitsProcessor",
-            "InfNanRemoveLogitsProcessor",
-        )
-        if hasattr(hf, name)
-    ),
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+    )
+    if hasattr(hf, name)
 }
+_TRUNCATING = {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p", "MinPLogitsWarper": "min_p"}
 
 # Processors of these packages are known to produce no NaN.
 _KNOWN = ("transformers.", "triforce_tree.")
@@ -60,14 +57,18 @@ class ProbsFromLogits:
         greedy: whether the most probable token is taken; probabilities then only rank tokens.
         padding: tokens on the left of each sequence that processors see, as in a padded batch of
             transformers.
+        number: index of the sequence in the batch that the processors were prepared for.
 
     Attributes:
         processors: all processors in the order in which they are applied.
         reading_text: the processors that depend on the preceding tokens.
         context_free: whether a node's distribution depends on its logits alone, and not on the preceding
             tokens.
-        temperature: the temperature of the first processor; 1 if that is no temperature, or if ``greedy``.
-        others: the processors without that temperature.
+        options: what stages read from buffers of the batch, see ``sampling_options``.
+        others: the processors that are applied after the options.
+        in_stages: whether stages carry out all processors for any number of sequences, and can be captured.
+            Otherwise one of ``others`` reads the preceding tokens, so that all processors are called on the
+            host for one sequence.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class ProbsFromLogits:
         processors: LogitsProcessorList | None = None,
         greedy: bool = False,
         padding: Sequence[int] = (),
+        number: int = 0,
     ) -> None:
         self.greedy = greedy
         self._padding = list(padding)
-        self.processors: list[LogitsProcessor] = list(map(_in_less_time, processors or ()))
-        self._free = LogitsProcessorList(p for p in self.processors if type(p) in _CONTEXT_FREE)
+        self.processors = [_of_sequence(processor, number) for processor in processors or ()]
         self.reading_text = [p for p in self.processors if type(p) not in _CONTEXT_FREE]
         self.context_free = not self.reading_text
         self._removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
-        self.temperature, self.others = 1.0, self.processors
-        # A derived class may use its temperature in another way, so the type must be exact.
-        if self.processors and type(first := self.processors[0]) is TemperatureLogitsWarper:
-            self.temperature = 1.0 if greedy else float(first.temperature)
-            self.others = self.processors[1:]
+        self.options, self.others = split(self.processors, self._padding)
+        self.in_stages = all(type(p) in _CONTEXT_FREE for p in self.others)
+        if greedy:
+            self.options = replace(self.options, temperature=1.0)
+        self._applied = _in_less_time(self.processors)
 
     @classmethod
     def at(cls, temperature: float) -> "ProbsFromLogits":
@@ -97,22 +98,27 @@ class ProbsFromLogits:
         return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
     @cached_property
-    def key(self) -> Hashable:
-        """A key of the settings. Settings with equal keys differ only in temperature and can share CUDA
-        graphs.
-        """
-        if not self.context_free:
+    def others_key(self) -> Hashable:
+        """A key of ``others``. Sequences can be decoded as one batch if theirs are equal."""
+        if not self.in_stages:
             # Processors that read the tokens may hold state that cannot be compared. They run outside of
             # graphs, so all of them can have the same key.
-            return self.greedy, "text"
+            return "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in self.others]
         kinds = (type(p) for p in self.others)
-        return self.greedy, tuple((kind, *values) for kind, values in zip(kinds, settings, strict=True))
+        return tuple((kind, *values) for kind, values in zip(kinds, settings, strict=True))
+
+    @property
+    def on_host(self) -> list[LogitsProcessor]:
+        """Returns the processors that are called on the host, with the tokens up to each node."""
+        return [] if self.in_stages else self.reading_text
 
     @property
     def kind(self) -> str:
         """The names of the logits processors. Measured stage times are stored under this name."""
-        names = [type(processor).__name__ for processor in self.others]
+        first = next(iter(self.processors), None)
+        others = self.processors[1:] if type(first) is TemperatureLogitsWarper else self.processors
+        names = [type(processor).__name__ for processor in others]
         return " ".join(["greedy" if self.greedy else "sampled", *names])
 
     @property
@@ -162,8 +168,7 @@ class ProbsFromLogits:
                     forbidden = False
                 if not forbidden:
                     ids = torch.cat([padding, tokens])[None]
-                    for processor in self.processors:
-                        row = processor(ids, row)
+                    row = self._applied(ids, row)  # type: ignore[arg-type]
                 known[below] = None if forbidden else row
             rows.append(row)
         return torch.cat(rows)
@@ -173,7 +178,7 @@ class ProbsFromLogits:
 
         It never waits for the device.
         """
-        return self._free(None, logits) if self._free else logits  # type: ignore[arg-type]
+        return self._applied(None, logits) if self._applied else logits  # type: ignore[arg-type]
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Returns probabilities, fp32 ``[N, V]``."""
@@ -184,11 +189,71 @@ def _hashable(value: object) -> Hashable:
     return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
 
-def _in_less_time(processor: LogitsProcessor) -> LogitsProcessor:
-    """Returns a faster processor with the same results if there is one, otherwise the processor itself."""
-    if type(processor) is TopPLogitsWarper:
-        return PartlySortedTopP(processor)
-    return SlicedTopK(processor) if type(processor) is TopKLogitsWarper else processor
+def kind_of(settings: Sequence[ProbsFromLogits]) -> SamplingKind:
+    """Returns the kind of the stages for a batch with these settings, whose ``others`` are alike."""
+    first, options = settings[0], [each.options for each in settings]
+    if not first.in_stages:
+        return SamplingKind(first.greedy, others="text")
+    greedy, words = [each.greedy for each in settings], [words_of(each) for each in options]
+    return SamplingKind(
+        all(greedy),
+        any(greedy) and not all(greedy),
+        any(each.truncates for each in options),
+        any(len(words) == 1 for each in options for words, _ in each.biases)
+        or any(each.least_tokens > 0 for each in options),
+        any(each.penalizes for each in options),
+        (rounded(max(map(len, words))), rounded(max((len(w) for own in words for w, _ in own), default=0))),
+        first.others_key,
+    )
+
+
+def _of_sequence(processor: LogitsProcessor, number: int) -> LogitsProcessor:
+    """Returns a processor for one sequence of the batch that it was prepared for."""
+    if type(processor) is not hf.RepetitionPenaltyLogitsProcessor:
+        return processor
+    ignored = processor.prompt_ignore_length
+    if isinstance(ignored, Tensor):
+        processor = copy(processor)
+        processor.prompt_ignore_length = ignored[number : number + 1]
+    return processor
+
+
+def _in_less_time(processors: Sequence[LogitsProcessor]) -> LogitsProcessorList:
+    """Returns processors with the same results, where ``truncate_scores`` takes the place of slower ones."""
+    faster = LogitsProcessorList()
+    for processor in processors:
+        name = _TRUNCATING.get(type(processor).__name__, "")
+        options, left = split([processor]) if name else (SamplingOptions(), [])
+        if not name or left:
+            faster.append(processor)
+        elif faster and isinstance(last := faster[-1], _Truncation) and last.precedes(name):
+            last.options = replace(last.options, **{name: getattr(options, name)})
+        else:
+            faster.append(_Truncation(options))
+    return faster
+
+
+class _Truncation(LogitsProcessor):
+    """Does what transformers' processors for top-k, top-p and min-p do, in one call."""
+
+    def __init__(self, options: SamplingOptions) -> None:
+        self.options = options
+
+    def precedes(self, name: str) -> bool:
+        """Returns whether an option that applies after those of this processor can be added to it."""
+        later = list(_TRUNCATING.values())[list(_TRUNCATING.values()).index(name) :]
+        neutral = SamplingOptions()
+        return all(getattr(self.options, each) == getattr(neutral, each) for each in later)
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        def one(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=scores.device)
+
+        options = self.options
+        return truncate_scores(
+            scores[None], one(options.top_k, torch.int64), one(options.top_p, torch.float64),
+            one(options.min_p, torch.float64),
+        )[0]  # fmt: skip
 
 
 class Stream(IntEnum):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels import step
+from triforce_tree.kernels.probs.softmax import softmax_rows
 from triforce_tree.kv.view import KVView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Cuts, Step
@@ -124,12 +125,21 @@ class Verifier:
             self.state.check_nan(top)
             path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
-            p = self.to_probs(logits, paths)
+            scores = self.to_probs.scores(logits, paths)
+            p = softmax_rows(scores)
             self.state.check_nan(p[..., 0])
             self.noise.align(root[:, None] + 1 + tree.depths)
             path, count, last = self.noise.traverse_tree(
                 tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
             )
+            if self.to_probs.mixed:
+                # The softmax may round different scores to equal probabilities.
+                greedy = step.accept_greedy(tree.tokens, tree.parents, scores.argmax(-1), depth)
+                rows = self.to_probs.greedy_rows
+                path, count, last = (
+                    torch.where(rows.view(-1, *[1] * (drawn.ndim - 1)), best, drawn)
+                    for best, drawn in zip(greedy, (path, count, last), strict=True)
+                )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.state.keep_features(self._hidden, path, root)

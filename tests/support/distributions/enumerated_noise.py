@@ -101,9 +101,14 @@ class EnumeratedNoise(Noise):
     def draw(self, generator: torch.Generator) -> None:
         """Nothing is random."""
 
+    def _mark_still(self) -> None:
+        for b, walk in enumerate(self.walks):
+            walk.still = b in self.still
+
     def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        self._mark_still()
         draws = self.draws(self.walks, self.exponential[:, 0].cpu(), self.uniform.cpu())
         on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
         decided = traversal.traverse_drawn(draws, *on_host, depth)
@@ -118,6 +123,7 @@ class EnumeratedNoise(Noise):
     ) -> tuple[Tensor, Tensor]:
         if self.greedy:
             return super().expand_nodes(logits, temperature, probs, count, first)
+        self._mark_still()
         rows = slice(first, first + probs.shape[1])
         draws = self.draws(self.walks, self.exponential[:, rows].cpu())
         heat = None if temperature is None else temperature.cpu()
@@ -133,6 +139,7 @@ class EnumeratedNoise(Noise):
     def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         if self.greedy:
             return super().second_choice(probs, chosen)
+        self._mark_still()
         draws = self.draws(self.walks, self.exponential.cpu())
         tokens = accept.second_drawn(draws, probs.cpu(), chosen.cpu())
         if self.operators:

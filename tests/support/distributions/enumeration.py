@@ -29,17 +29,20 @@ class Walk:
         trace: the script of this run so far.
         probability: of all choices so far.
         over: whether later draws do not affect the result; then first outcomes are taken, and not recorded.
+        still: whether nothing is random, and the most probable outcome is taken.
     """
 
     def __init__(self, script: Script = ()) -> None:
         self.script = script
         self.trace: list[tuple[int, int]] = []
         self.probability = 1.0
-        self.over = False
+        self.over = self.still = False
 
     def branch(self, weights: Sequence[float]) -> int:
         """Returns the index of one of ``weights``, which need not sum to 1; NaN counts as 0."""
         weights = [weight if weight > 0 else 0.0 for weight in weights]
+        if self.still:
+            return weights.index(max(weights))
         total = sum(weights)
         possible = [i for i, weight in enumerate(weights) if weight > DUST * total]
         if len(possible) == 1 or self.over:

@@ -67,6 +67,8 @@ class Generations:
         tokens: the draft model's token ids for the target's.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
         languages: of the runs in turn, None for none; all of them follow the first in an enumeration.
+        neighbours: sampling options of further sequences of the batch, which continue the prompt as well and
+            take the first of their possible draws.
         options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
     Attributes:
@@ -88,12 +90,17 @@ class Generations:
         operators: bool = False,
         noise: type[EnumeratedNoise] = EnumeratedNoise,
         languages: Sequences[Language | None] = (),
+        neighbours: Sequences[ProbsFromLogits] = (),
         **options: Any,
     ) -> None:
         self.languages = languages
         self.target, self.prompt, self.batch = target, list(prompt), batch
+        self.neighbours = list(neighbours)
         config = HierarchyConfig.from_options(**{**SMALL, **options})
-        self.walks = [Walk() for _ in range(batch)]
+        self.walks = [Walk() for _ in range(batch + len(neighbours))]
+        for walk in self.walks[batch:]:
+            walk.over = True
+        batch = len(self.walks)
         wrapped = HFModel(target)
         level = DraftLevel(wrapped, HFModel(draft) if isinstance(draft, PreTrainedModel) else draft, tokens)
         config = level.with_trees(config)
@@ -193,16 +200,17 @@ class Generations:
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
             state.copy_(after_prompt.expand_as(state))
         if self.program.states is not None:
-            self.program.states.lengths = [len(self.prompt) - 1] * self.batch
+            self.program.states.lengths = [len(self.prompt) - 1] * len(self.walks)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         # Sequences that are not used have the other languages.
         first, *others = self.languages or (None,)
         beside = cycle(others or [first])
         languages = [first if b < runs else next(beside) for b in range(self.batch)]
         sequences = [
-            Sequence(self.prompt, own, matcher=language and language.matcher())
+            Sequence(self.prompt, own, matcher=language and language.matcher(), to_probs=to_probs)
             for own, language in zip(endings, languages, strict=True)
         ]
+        sequences += [Sequence(self.prompt, ending, to_probs=own) for own in self.neighbours]
         loop.begin(sequences, cached=True)
         for _ in islice(loop.decode(), passes):
             for walk, sequence in zip(self.walks, sequences, strict=True):

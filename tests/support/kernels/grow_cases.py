@@ -65,7 +65,9 @@ def expansion(
     noise = None
     if exponential:
         noise = torch.empty(batch, frontier + 2, vocab, device=device).exponential_()[:, 2:]
-    heat = None if temperature is None else torch.tensor(temperature, device=device)
+    heat = None
+    if temperature is not None:  # each sequence has its own
+        heat = temperature * (1 + torch.arange(batch, device=device) / 3)
     return Problem("expand_nodes", (logits, heat, noise, probs, count), (3,), _consistent_draws)
 
 

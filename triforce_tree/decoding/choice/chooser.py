@@ -66,12 +66,14 @@ class PassChooser:
         self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting)
         self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
         self._sent: _Timed | None = None
+        self._others = False  # whether passes had stages of other sampling options
 
     def _learnt(self, passes: PassLevels) -> Learnt:
         """Returns what earlier requests have learnt that decode alike."""
         kept = self._program.learnt
         refresh = self._program.config.retrieval.refresh
-        key = self._to_probs.key, temperature_class(self._to_probs), self._program.masked, refresh
+        kind, masked = self._program.selected.to_probs.kind, self._program.masked
+        key = kind, temperature_class(self._to_probs), masked, refresh
         kept[key] = learnt = kept.pop(key, None) or Learnt(Estimates(passes.shapes))
         if len(kept) > _MOST_KINDS:
             del kept[next(iter(kept))]  # the one used longest ago
@@ -104,8 +106,13 @@ class PassChooser:
         if self._costs is not None:
             self._costs.drop_other_shapes()
 
-    def joined(self) -> None:
-        """Another sequence has joined the batch: costs of another length may hold again."""
+    def joined(self, other_stages: bool = False) -> None:
+        """Another sequence has joined the batch: costs of another length may hold again.
+
+        Args:
+            other_stages: whether the sampling options of the batch need other stages from now on.
+        """
+        self._others |= other_stages
         if self._costs is not None:
             self._costs.changed()
 
@@ -142,8 +149,9 @@ class PassChooser:
     def close(self) -> None:
         """Corrects the table of stage costs if decoding has shown it to be far off."""
         self._receive()
-        # Processors and grammars that depend on the text take time that the table does not hold.
-        if self._known is None or not self._to_probs.context_free or self._program.masked:
+        # Processors that are called on the host, and grammars, take time that the table does not hold.
+        in_stages = self._to_probs.in_stages and not self._others
+        if self._known is None or not in_stages or self._program.masked:
             return
         if (corrected := self._known.corrected()) is not None:
             self._known.replace(by_shape(self._program, corrected))

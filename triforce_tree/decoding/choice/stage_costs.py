@@ -117,12 +117,12 @@ def stage_costs(
     found: StageCosts | None = distributed.broadcast_object(table.find(settings))
     if found is not None or (transferred is None and allowance < _LEAST_PASSES[program.device.type]):
         return found
-    if not to_probs.context_free:
+    if not to_probs.in_stages:
         # Processors that depend on the text must not see a made-up one: measured without them.
         without, masked = ProbsFromLogits(greedy=to_probs.greedy), program.masked
-        program.prepare(without, masked)
+        program.prepare(without, masked=masked)
         found = stage_costs(program, without, allowance, table)
-        program.prepare(to_probs, masked)
+        program.prepare(to_probs, masked=masked)
         return found
     _LOG.info("measuring what each stage costs with these settings, once: %s", table.path)
     start, longest = time.perf_counter(), program.max_seq_len - 1

@@ -60,7 +60,7 @@ def expand_nodes(
 
     Args:
         logits: ``[B, F, V]``.
-        temperature: fp32 ``[]``; None for 1.
+        temperature: fp32 ``[B]``; None for 1.
         exponential: fp32 ``[B, F, V]``, Exp(1) noise for draws without replacement, by descending
             probs / exponential. None takes the most probable tokens. Of equals, the lower id comes first.
         probs: fp32 ``[B, F, V]``, written with softmax of logits / temperature.
@@ -83,7 +83,7 @@ def expand_drawn(
     draws: Draws | None, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """Computes ``expand_nodes`` with any source of draws; None takes the most probable tokens."""
-    scores = logits.float() if temperature is None else logits.float() / temperature
+    scores = logits.float() if temperature is None else logits.float() / temperature[:, None, None]
     probs.copy_(scores.softmax(-1))
     return draw_tokens(draws, probs, count)
 

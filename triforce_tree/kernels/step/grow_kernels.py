@@ -48,10 +48,10 @@ def rank_key(bits, index):
 
 
 @triton.jit
-def _inverse(temperature_ptr):
+def _inverse(temperature_ptr, sequence):
     inverse_temperature = tl.full([], 1.0, tl.float32)
     if temperature_ptr is not None:
-        inverse_temperature /= tl.load(temperature_ptr)
+        inverse_temperature /= tl.load(temperature_ptr + sequence)
     return inverse_temperature
 
 
@@ -70,7 +70,7 @@ def _expand_kernel(
     ranks_ptr,  # fp32 [B, F, K]
     probs_ptr,  # fp32 [B, F, V] with strides
     logits_ptr,  # [B, F, V] with strides
-    temperature_ptr,  # fp32 [], or None
+    temperature_ptr,  # fp32 [B], or None
     noise_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
     probs_b,
     probs_f,
@@ -91,7 +91,7 @@ def _expand_kernel(
     # If tokens are drawn, a second program finds the largest probabilities. Both operands of the masks below
     # are blocks, because Triton's interpreter cannot combine a block with a scalar.
     part = tl.program_id(1)
-    inverse_temperature = _inverse(temperature_ptr)
+    inverse_temperature = _inverse(temperature_ptr, sequence)
 
     top = tl.full([BLOCK], _FLOOR, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -173,7 +173,7 @@ def _sum_kernel(
     mass_ptr,  # fp32 [R, S], sum of exp(score - largest)
     ended_ptr,  # int32 [R, 2], programs of the next launch that have ended
     logits_ptr,  # [B, F, V] with strides
-    temperature_ptr,  # fp32 [], or None
+    temperature_ptr,  # fp32 [B], or None
     logits_b,
     logits_f,
     frontier,
@@ -182,7 +182,7 @@ def _sum_kernel(
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row // frontier * logits_b + row % frontier * logits_f
-    score = _scores(logits_ptr, _inverse(temperature_ptr), part * BLOCK, vocab, BLOCK)
+    score = _scores(logits_ptr, _inverse(temperature_ptr, row // frontier), part * BLOCK, vocab, BLOCK)
     top = tl.maximum(tl.max(score, 0), _FLOOR)
     out = row * tl.num_programs(1) + part
     tl.store(top_ptr + out, top)
@@ -225,7 +225,7 @@ def _slice_kernel(
     inside = token < vocab
     drawing = inside & (token * 0 + part == 0)
     logits_ptr += sequence * logits_b + node * logits_f
-    score = _scores(logits_ptr, _inverse(temperature_ptr), own * BLOCK, vocab, BLOCK)
+    score = _scores(logits_ptr, _inverse(temperature_ptr, sequence), own * BLOCK, vocab, BLOCK)
 
     each = tl.arange(0, BLOCK_S)
     top = tl.load(top_ptr + row * slices + each, mask=each < slices, other=_FLOOR)

@@ -79,7 +79,7 @@ typedef struct {
     int64_t exponential_batch, exponential_node;
     float *probs;             /* [batch, nodes, vocabulary] */
     int64_t probs_batch, probs_node;
-    const float *temperature; /* [], or NULL */
+    const float *temperature; /* [batch], or NULL */
     int64_t *draws;           /* [batch, nodes, count] */
     float *by_rank;           /* [batch, nodes, count] */
     int64_t batch, nodes, vocabulary, count, threads;
@@ -90,8 +90,8 @@ enum { LEAST_SHARED = 65536 }; /* fewest logits that threads share */
 static void expand_node(const void *argument, int64_t row, int64_t worker) {
     const ExpandRequest *request = argument;
     const int64_t vocabulary = request->vocabulary, count = request->count, most = min_of(count, vocabulary);
-    const float temperature = request->temperature ? *request->temperature : 1;
     const int64_t b = row / request->nodes, node = row % request->nodes;
+    const float temperature = request->temperature ? request->temperature[b] : 1;
     float *probs = request->probs + b * request->probs_batch + node * request->probs_node;
     float *by_rank = request->by_rank + row * count, drawn[most];
     int64_t *draws = request->draws + row * count;

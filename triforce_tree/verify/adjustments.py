@@ -1,0 +1,118 @@
+"""Changes of scores before the temperature applies: biases, forbidden tokens and penalties.
+
+Each sequence of a batch has its own, in buffers on the device. What depends on the preceding tokens is
+computed for every node of a tree from the tokens up to that node.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.runtime.token_ids import id_tensor
+from triforce_tree.verify.paths import NodePaths
+from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, words_of
+
+# It stands for any token, and for none.
+_ANY = -2
+
+
+class Adjustments:
+    """Adjusts the scores of the nodes of B trees.
+
+    Args:
+        kind: which adjustments there are.
+        batch: B.
+        vocabulary: V.
+        device: device of the scores.
+    """
+
+    def __init__(self, kind: SamplingKind, batch: int, vocabulary: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        self._kind = kind
+        if kind.biased or kind.words[0]:
+            self._bias, self._stops = zeros(vocabulary), zeros(vocabulary, dtype=torch.bool)
+            self._least_tokens = zeros(dtype=torch.int64)
+        if kind.words[0]:
+            words, length = kind.words
+            self._before, self._last = (zeros(words, n, dtype=torch.int64) for n in (length - 1, 1))
+            self._word_bias = zeros(words)
+        if kind.penalized:
+            self._in_prompt, self._counts = zeros(vocabulary, dtype=torch.bool), zeros(vocabulary)
+            self._repetition, self._frequency, self._presence = (zeros(1, 1) for _ in range(3))
+
+    def begin(self, index: int, options: SamplingOptions, tokens: Sequence[int]) -> None:
+        """Sets the options of the sequence at a batch index.
+
+        Args:
+            tokens: all committed tokens of the sequence.
+        """
+        kind = self._kind
+        if kind.biased or kind.words[0]:
+            single = [(words[0], bias) for words, bias in options.biases if len(words) == 1]
+            own = self._bias[index].zero_()
+            biases = torch.tensor([bias for _, bias in single], device=own.device)
+            own.scatter_add_(0, own.new_tensor([token for token, _ in single], dtype=torch.int64), biases)
+            self._stops[index] = False
+            self._stops[index, list(options.stops)] = True
+            self._least_tokens[index] = options.least_tokens
+        if kind.words[0]:
+            self._begin_words(index, options)
+        if kind.penalized:
+            numbers = options.repetition, options.frequency, options.presence
+            for buffer, number in zip(
+                (self._repetition, self._frequency, self._presence), numbers, strict=True
+            ):
+                buffer[index] = number
+            self._counts[index] = 0
+            self._in_prompt[index] = False
+            for known in (sorted(options.padding), tokens[options.repeated_from : options.new_from]):
+                self._in_prompt[index, id_tensor(known).to(self._counts.device)] = True
+            self.committed([(index, tokens[options.new_from :])])
+
+    def _begin_words(self, index: int, options: SamplingOptions) -> None:
+        self._word_bias[index] = 0
+        self._before[index] = _ANY
+        for place, (words, bias) in enumerate(words_of(options)):
+            self._before[index, place, 1 - len(words) :] = self._before.new_tensor(words[:-1])
+            self._last[index, place], self._word_bias[index, place] = words[-1], bias
+
+    def committed(self, new: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Counts the tokens that a pass has added to the sequences at these batch indices."""
+        if not self._kind.penalized:
+            return
+        rows = [(index, token) for index, tokens in new for token in tokens]
+        if rows:
+            places = torch.tensor(rows).to(self._counts.device)
+            ones = torch.ones(len(rows), device=self._counts.device)
+            self._counts.index_put_((places[:, 0], places[:, 1]), ones, accumulate=True)
+
+    def __call__(self, scores: Tensor, paths: NodePaths) -> Tensor:
+        """Returns the adjusted scores, fp32 ``[B, F, V]``, of the nodes at the ends of ``paths``."""
+        kind = self._kind
+        if kind.biased or kind.words[0]:
+            scores = scores + self._biases(scores, paths)
+        if kind.penalized:
+            tokens, used = paths.uncommitted()
+            counts = self._counts[:, None].expand_as(scores)
+            counts = counts.scatter_add(2, tokens.clamp_min(0), used.to(counts.dtype))
+            seen = (counts > 0) | self._in_prompt[:, None]
+            penalty = self._repetition
+            repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
+            scores = torch.where(seen, repeated, scores)
+            scores = scores - self._frequency * counts - self._presence * (counts > 0)
+        return scores
+
+    def _biases(self, scores: Tensor, paths: NodePaths) -> Tensor:
+        """Returns what is added to the scores, ``[B, F or 1, V]``."""
+        early = paths.lengths < self._least_tokens[:, None]
+        bias = self._bias[:, None].masked_fill(self._stops[:, None] & early[..., None], -torch.inf)
+        if not self._kind.words[0]:
+            return bias
+        newest, before = paths.newest(self._before.shape[2]), self._before[:, None]
+        complete = ((newest[:, :, None] == before) | (before == _ANY)).all(-1)
+        added = torch.where(complete, self._word_bias[:, None], 0.0)
+        last = self._last[..., 0][:, None].expand_as(added)
+        return bias.expand_as(scores).scatter_add(2, last, added)
