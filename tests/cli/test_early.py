@@ -42,6 +42,13 @@ LOST = b'{"peft_type": "LORA", "base_model_name_or_path": "./nowhere"}'
 
 # Words with TARGET, DRAFT, TEXT and so on for the files below, and a part of the error.
 CASES: dict[str, tuple[list[str], str]] = {
+    "schema that cannot be enforced": (
+        ["generate", "TEXT", "--target", "TARGET", "--json-schema", "SCHEMA"], "the schema has 'not', which",
+    ),
+    "schema that is no JSON": (
+        ["generate", "TEXT", "--target", "TARGET", "--json-schema", "TEXT"], "is not JSON",
+    ),
+    "empty expression": (["generate", "TEXT", "--target", "TARGET", "--regex", ""], "expression is ''; give a"),
     "long prompt": (["generate", "LONG", "--target", "TARGET"], "prompt tokens + 256 new ones"),
     "very long prompt": (["generate", "HUGE", "--target", "TARGET"], "the model 4,096 positions; shorten it"),
     "long for new tokens": (
@@ -190,6 +197,7 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "TEXT": file("text.txt", text[:600].encode()),
         "LONG": file("long.txt", long.encode()),
         "HUGE": file("huge.txt", (text * 4).encode()),
+        "SCHEMA": file("schema.json", b'{"type": "integer", "not": {"const": 3}}'),
         "MESSAGES": file("messages.json", json.dumps([{"role": "user", "content": long}]).encode()),
         "CONFIG": str(target / "config.json"),
         "EMPTY": file("blank.txt", b" \n"),

@@ -18,7 +18,7 @@ PYTHON_ONLY = {"select_chunks", "pinned"}
 # Of `generate` itself, and of the command line.
 NOT_OF_LOAD = {
     "prompt", "chat", "messages", "system", "max_new_tokens", "compare", "temperature", "top_p", "top_k",
-    "min_p", "repetition_penalty", "stop",
+    "min_p", "repetition_penalty", "stop", "json_schema", "regex",
     "num_beams", "num_return_sequences", "length_penalty", "seed", "json", "traceback", "help",
 }  # fmt: skip
 

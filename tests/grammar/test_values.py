@@ -70,6 +70,18 @@ NUMBER, TEXT = {"type": "number"}, {"type": "string"}
         ({"type": "string", "const": 3}, "has the value 3, which is not of its 'type'"),
         ({"enum": []}, "no list of at least one value"),
         ({"type": "object", "properties": {"a": False}}, "a is False"),
+        ({"type": "object", "additionalProperties": TEXT, "minProperties": 1}, "names, which may repeat"),
+        (
+            {"type": "object", "patternProperties": {"a": TEXT, "b": TEXT}},
+            "'patternProperties' beside others",
+        ),
+        (
+            {"type": "object", "properties": {'a"': TEXT}, "additionalProperties": True},
+            "which JSON escapes",
+        ),
+        ({"maxProperties": 2}, "has 'maxProperties' without 'type'"),
+        ({"type": "object", "unevaluatedProperties": False}, "'unevaluatedProperties', which cannot"),
+        ({"type": "array", "unevaluatedItems": False}, "has 'unevaluatedItems'"),
     ],
 )
 def test_schemas_that_cannot_be_enforced(schema: dict[str, Any], message: str) -> None:

@@ -74,6 +74,11 @@ def _generate(subparsers: Any) -> None:
         help="then decode the same prompt with the target alone; exit code 1 if greedy texts differ and no "
         "tie between 16-bit logits explains it",
     )
+    grammar = parser.add_mutually_exclusive_group()
+    grammar.add_argument(
+        "--json-schema", metavar="FILE", help="the new text is valid JSON under the schema in this file"
+    )
+    grammar.add_argument("--regex", metavar="PATTERN", help="the new text matches this regular expression")
     add_sampling(parser)
     add_models(parser)
     add_hierarchy(parser)

@@ -22,6 +22,7 @@ from triforce_tree.cli.positions import PAIR, SPECIAL, check_text, check_tokens,
 from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.grammar import Grammar, JSONSchema, Regex
 from triforce_tree.loading import gguf_header, model_folder
 from triforce_tree.loading.drafter_choice import (
     check_drafter_options,
@@ -41,6 +42,7 @@ Check = Callable[[argparse.Namespace], None]
 
 
 def generate(args: argparse.Namespace) -> None:
+    args.grammar = _grammar(args)
     _sampling(args)
     several = args.num_beams > 1 or args.num_return_sequences > 1
     if several and args.compare:
@@ -140,6 +142,19 @@ def _measured(args: argparse.Namespace) -> None:
     if args.out:
         check_writable(args.out)
     _engine(args)
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    if args.regex is None and args.json_schema is None:
+        return None
+    if importlib.util.find_spec("xgrammar") is None:
+        raise ValueError("--json-schema and --regex need xgrammar; pip install 'triforce-tree[grammar]'")
+    if args.regex is not None:
+        return Regex(args.regex)
+    try:
+        return JSONSchema(Path(args.json_schema).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--json-schema {args.json_schema}: {error}") from error
 
 
 def _sampling(args: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if several:
         return _several(args, engine, prompt, seed, sampling)
     with Interrupt() as interrupt:
-        more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
+        more = {"max_new_tokens": args.max_new_tokens, "seed": seed, "grammar": args.grammar, **sampling}
         out = generate(engine, prompt, interrupt, show=True, **more)
         show = screen()
         show.print(levels_table(out.levels or []))
@@ -102,6 +102,7 @@ def _several(
                 progress=progress,
                 max_new_tokens=args.max_new_tokens,
                 seed=seed,
+                grammar=args.grammar,
                 **more,
                 **sampling,
             )

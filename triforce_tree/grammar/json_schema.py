@@ -4,6 +4,7 @@ The compiler of grammars ignores such keywords, so that the text could violate t
 here, by name. What the compiler does with each keyword is tested by ``scripts/checks/grammar_fuzz.py``.
 """
 
+import json
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -22,7 +23,7 @@ _OF_TYPE = {
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {
         "properties", "required", "additionalProperties", "patternProperties", "minProperties",
-        "maxProperties",
+        "maxProperties", "unevaluatedProperties",
     },
     "boolean": set[str](),
     "null": set[str](),
@@ -38,7 +39,7 @@ _ALL = frozenset().union(*_OF_TYPE.values(), _UNIONS) | frozenset(
 )
 # Values with which a keyword allows everything.
 _NEUTRAL: dict[str, Any] = {
-    "uniqueItems": False, "unevaluatedProperties": False, "unevaluatedItems": False, "minLength": 0,
+    "uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True, "minLength": 0,
     "minItems": 0, "minProperties": 0,
 }  # fmt: skip
 _REMEDY = "leave it out, and check the text afterwards"
@@ -85,7 +86,7 @@ def _problems(schema: Any, place: str, root: Any) -> Iterator[tuple[str, str]]:
 
 def _of_types(schema: dict[str, Any], given: set[str], place: str, root: Any) -> Iterator[tuple[str, str]]:
     types = schema.get("type")
-    if types is None and given <= _OF_TYPE["object"]:
+    if types is None and "properties" in given and given <= _OF_TYPE["object"]:
         types = "object"
     if types is None:
         yield place, f"has {min(given)!r} without 'type'; give the type"
@@ -117,15 +118,33 @@ def _of_types(schema: dict[str, Any], given: set[str], place: str, root: Any) ->
         yield place, "has a list of 'items'; its name is 'prefixItems'"
     elif "items" in schema:
         yield from () if schema["items"] is False else _problems(schema["items"], f"{place}.items", root)
-    for number, part in enumerate(schema.get("prefixItems", ())):
+    for number, part in enumerate(_list(schema.get("prefixItems"))):
         yield from _problems(part, f"{place}.prefixItems[{number}]", root)
-    for name in ("properties", "patternProperties"):
-        for key, part in _dict(schema.get(name)).items():
+    if given & _OF_TYPE["object"]:
+        yield from _of_object(schema, given, place, root)
+
+
+def _of_object(schema: dict[str, Any], given: set[str], place: str, root: Any) -> Iterator[tuple[str, str]]:
+    named, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
+    for name, parts in (("properties", named), ("patternProperties", patterns)):
+        for key, part in parts.items():
             yield from _problems(part, f"{place}.{name}.{key}", root)
-    more = schema.get("additionalProperties", False)
-    if more is not False:
-        yield from _problems(more, f"{place}.additionalProperties", root)
-    unknown = [name for name in schema.get("required", ()) if name not in _dict(schema.get("properties"))]
+    others = schema.get("additionalProperties", False)
+    if others is not False:
+        yield from _problems(others, f"{place}.additionalProperties", root)
+    if (others is not False or patterns) and "minProperties" in given:
+        yield place, f"has 'minProperties' beside properties without names, which may repeat; {_REMEDY}"
+    if len(patterns) > 1 or (patterns and (others is not False or named)):
+        yield place, f"has 'patternProperties' beside others that may hold for the same name; {_REMEDY}"
+    escaped = [name for name in named if json.dumps(name, ensure_ascii=False) != f'"{name}"']
+    if escaped and others is not False:
+        yield (
+            place,
+            f"has 'additionalProperties' beside the name {escaped[0]!r}, which JSON escapes; {_REMEDY}",
+        )
+    if "unevaluatedProperties" in given and not (named and schema["unevaluatedProperties"] is False):
+        yield place, f"has 'unevaluatedProperties', which cannot be enforced here; {_REMEDY}"
+    unknown = [name for name in _list(schema.get("required")) if name not in named]
     if unknown:
         yield place, f"requires {unknown[0]!r}, which is not among its 'properties'; describe it there"
 
@@ -203,7 +222,7 @@ def _disjoint(first: dict[str, Any], second: dict[str, Any], root: Any) -> bool:
     properties, other_properties = _dict(first.get("properties")), _dict(second.get("properties"))
     return any(
         _disjoint(_resolved(properties.get(name), root), _resolved(other_properties.get(name), root), root)
-        for name in {*first.get("required", ())} & {*second.get("required", ())}
+        for name in {*_list(first.get("required"))} & {*_list(second.get("required"))}
     )
 
 
@@ -236,6 +255,10 @@ def _is_of(value: Any, name: Any) -> bool:
     return isinstance(value, kinds.get(name, ())) or (
         name == "integer" and isinstance(value, float) and value.is_integer()
     )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _dict(value: Any) -> dict[str, Any]:
