@@ -81,12 +81,11 @@ class BlockTraining(nn.Module):
         slots = F.pad(newest[..., None], (0, block - 1), value=self._format.mask_token)
         own = segments.positions[..., None] + 1 + torch.arange(block, device=tokens.device)
         mask = self._mask(segments, own)
-        cos, sin = network.angles(segments.kept)
+        before, kept = network.context(fused)
+        before = rotated(before, *network.angles(segments.kept))
 
         def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            before, kept = network.context(i, fused)
-            turned = rotated(before, cos, sin)
-            return torch.cat([turned, keys.to(turned)], 2), torch.cat([kept, values.to(kept)], 2), mask
+            return torch.cat([before[i], keys.to(before)], 2), torch.cat([kept[i], values.to(kept)], 2), mask
 
         embedded = self._teacher[0].embedded(slots.flatten(1))
         made: Tensor = network(embedded.to(fused.dtype), own.flatten(1), seen)

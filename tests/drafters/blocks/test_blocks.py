@@ -503,16 +503,12 @@ def test_a_network_can_be_trained_and_saved(tmp_path: Path) -> None:
     network.load_state_dict(load_file(folder / "model.safetensors"))
     states = [torch.randn(1, 5, 32) for _ in range(2)]
     positions = torch.arange(9)[None]
-    cos, sin = network.angles(positions[:, :5])
-    fused = network.fuse(states)
+    k, v = network.context(network.fuse(states))
+    k = rotated(k, *network.angles(positions[:, :5]))
 
     def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = network.context(i, fused)
-        return (
-            torch.cat([rotated(k, cos, sin), keys], 2),
-            torch.cat([v, values], 2),
-            torch.ones(1, 4, 9, dtype=torch.bool),
-        )
+        mask = torch.ones(1, 4, 9, dtype=torch.bool)
+        return torch.cat([k[i], keys], 2), torch.cat([v[i], values], 2), mask
 
     network(torch.randn(1, 4, 32), positions[:, 5:], seen).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())

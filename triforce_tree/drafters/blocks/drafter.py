@@ -220,14 +220,11 @@ class BlockDrafter(RingDrafter):
         assert state.features is not None
         states = {layer: state.features.read(layer, positions) for layer in self.features}
         fused = network.fuse([states[layer] for layer in self.format.inputs])
-        slots = self._ring.slots_of(positions, kept)[:, None, :, None]
-        raw = torch.where(slots < self.sinks, slots, self.sinks)
-        cos, sin = network.angles(positions)
-        for i in range(len(network.layers)):
-            keys, values = network.context(i, fused)
-            self._keys[i].scatter_(2, slots.expand_as(keys), rotated(keys, cos, sin))
-            self._raw_keys[i].scatter_(2, raw.expand_as(keys), keys)
-            self._values[i].scatter_(2, slots.expand_as(values), values)
+        keys, values = network.context(fused)
+        slots = self._ring.slots_of(positions, kept)[:, None, :, None].expand_as(keys)
+        self._keys.scatter_(3, slots, rotated(keys, *network.angles(positions)))
+        self._values.scatter_(3, slots, values)
+        self._raw_keys.scatter_(3, torch.where(slots < self.sinks, slots, self.sinks), keys)
 
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
@@ -270,8 +267,10 @@ class BlockDrafter(RingDrafter):
         assert self._state.features is not None
         block, first = self.format.block, self._ring.slots + 1
         own = end + torch.arange(block, device=end.device)
-        positions = torch.cat([self._ring.positions(end), own], 1)
-        visible = F.pad(self._ring.visible(end, self._state.features), (0, block), value=True)[:, None]
+        cached = self._ring.positions(end)
+        positions = torch.cat([cached, own], 1)
+        visible = self._ring.visible(end, cached, self._state.features)
+        visible = F.pad(visible, (0, block), value=True)[:, None]
         masks: dict[tuple[bool, int | None], Tensor] = {}
         for i, kind in enumerate(self._kinds):
             if kind not in masks:
@@ -289,9 +288,8 @@ class BlockDrafter(RingDrafter):
         if not self.sinks:
             return
         positions = torch.arange(self.sinks, device=end.device) + self._ring.dropped(end)
-        cos, sin = self.network.angles(positions)
-        for keys, raw in zip(self._keys, self._raw_keys, strict=True):
-            keys[:, :, : self.sinks] = rotated(raw[:, :, : self.sinks], cos, sin)
+        raw = self._raw_keys[..., : self.sinks, :]
+        self._keys[..., : self.sinks, :] = rotated(raw, *self.network.angles(positions))
 
 
 def _equal(own: nn.Module | None, shared: nn.Module) -> bool:

@@ -115,12 +115,12 @@ class BlockNetwork(nn.Module):
         hidden: Tensor = self.hidden_norm(self.fc(torch.cat(list(states), -1).to(self.fc.weight.dtype)))
         return hidden
 
-    def context(self, layer: int, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys before rotation and the values of fused hidden states ``[B, T, H]`` in a layer,
-        ``[B, H_kv, T, D]`` each.
+    def context(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys before rotation and the values of fused hidden states ``[B, T, H]`` in all layers,
+        ``[layers, B, H_kv, T, D]`` each.
         """
-        found: tuple[Tensor, Tensor] = self.layers[layer].self_attn.keys_values(fused)
-        return found
+        keys, values = zip(*(layer.self_attn.keys_values(fused) for layer in self.layers), strict=True)
+        return torch.stack(keys), torch.stack(values)
 
     def first_states(self, batch: int) -> Tensor:
         """Returns the states of the parent head at the root, ``[B, 1, state_size]``."""

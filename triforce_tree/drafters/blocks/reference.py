@@ -158,12 +158,12 @@ def check_network(
     fused = network.fuse([state.to(device) for state in states])
     positions = torch.arange(_BEFORE + format.block, device=device)[None]
     before, own = positions[:, :_BEFORE], positions[:, _BEFORE:]
-    angles = network.angles(before)
+    keys_before, values_before = network.context(fused)
+    keys_before = rotated(keys_before, *network.angles(before))
 
     def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = network.context(i, fused)
         mask = near(format, i, own, positions)
-        return torch.cat([rotated(k, *angles), keys], 2), torch.cat([v, values], 2), mask
+        return torch.cat([keys_before[i], keys], 2), torch.cat([values_before[i], values], 2), mask
 
     hidden = network(embedded.to(dtype), own, seen)
     reference = Reference(weights, format)

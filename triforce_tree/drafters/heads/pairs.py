@@ -184,6 +184,7 @@ class PairDrafter(RingDrafter):
             self._angles = network.angles(self._positions, device)
             self._raw_keys = zeros(network.kv_heads, self._nodes_at, network.key_size)
         self._bits = torch.arange(64, device=device)
+        self._is_sink = torch.arange(self._nodes_at, device=device) < self.sinks
 
     @torch.no_grad()
     def _fill(self, ends: list[int], newest: int) -> None:
@@ -216,8 +217,13 @@ class PairDrafter(RingDrafter):
         """
         state, network = self._state, self.network
         assert state.features is not None
-        # The pair in each slot of the cache, and whether it may be attended to, for this ``end``.
-        self._cached = self._ring.positions(end), self._ring.visible(end, state.features)
+        # The pair in each slot of the cache, and whether a layer may attend to it, for this ``end``.
+        self._cached = cached = self._ring.positions(end)
+        self._seen = [self._ring.visible(end, cached, state.features)]
+        for layer in range(1, network.layers):
+            # The first pairs of a later layer would need states that are not known.
+            first = torch.where(self._is_sink, 0, state.features.first[:, None]) + layer
+            self._seen.append(self._seen[0] & (cached >= first))
         states = {layer: state.features.read(layer, pairs) for layer in self.features}
         hidden = network.fuse([states[layer] for layer in network.inputs])
         tokens = state.tokens.gather(1, (pairs + 1).clamp(0, state.capacity - 1))
@@ -289,7 +295,7 @@ class PairDrafter(RingDrafter):
         for layer in range(first, min(network.layers, len(growth.frontiers))):
             source = layer if depth >= network.layers else layer - 1
             above = self._hidden[source].gather(1, parents)
-            mask = torch.cat([self._visible(layer, pairs), ancestors], 2)
+            mask = torch.cat([self._visible(layer, pairs, follow=True), ancestors], 2)
             attended = partial(self._attend_to_tree, layer, end, depth, nodes, mask)
             hidden, read = network.forward(layer, tokens, above, pairs + 1, attended, tokens.shape[1])
             self._hidden[layer, :, nodes] = hidden
@@ -317,31 +323,27 @@ class PairDrafter(RingDrafter):
         cos, sin = (angles[position].expand(-1, x.shape[2], -1) for angles in self._angles)
         return rotated(x, cos, sin)
 
-    def _visible(self, layer: int, queries: Tensor) -> Tensor:
+    def _visible(self, layer: int, queries: Tensor, follow: bool = False) -> Tensor:
         """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.
 
         Args:
             queries: int64 ``[B, T]``, indices of pairs.
+            follow: whether all pairs in the cache precede them.
         """
-        state = self._state
-        assert state.features is not None
-        (pairs, visible), slot = self._cached, torch.arange(self._nodes_at, device=queries.device)
-        # The first pairs of a later layer would need states that are not known.
-        first = torch.where(slot < self.sinks, 0, state.features.first[:, None]) + layer
-        visible = visible & (pairs >= first)
-        distance = queries[:, :, None] - pairs[:, None]
-        most = self.network.windows[layer]
+        visible, most = self._seen[layer][:, None], self.network.windows[layer]
+        if follow and most is None:
+            return visible.expand(-1, queries.shape[1], -1)
+        distance = queries[:, :, None] - self._cached[:, None]
         near = distance >= 0 if most is None else (distance >= 0) & (distance < most)
-        return visible[:, None] & near
+        return visible & near
 
     def _rotate_cache(self, layer: int, end: Tensor) -> None:
         """Rotates the cached keys of a layer by their positions within the cache."""
         if self.network.rotates:
             return
-        (pairs, _), slot = self._cached, torch.arange(self._nodes_at, device=end.device)
-        positions = torch.where(slot < self.sinks, slot, pairs - self._ring.dropped(end)).clamp(
-            0, self._positions - 1
-        )
+        # A sink's slot and pair have the same number.
+        positions = torch.where(self._is_sink, self._cached, self._cached - self._ring.dropped(end))
+        positions = positions.clamp(0, self._positions - 1)
         cos, sin = self._angles
         keys = rotated(self._raw_keys[layer], cos[positions], sin[positions])
         self._keys[layer, :, :, : self._nodes_at] = keys
@@ -350,4 +352,5 @@ class PairDrafter(RingDrafter):
         """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
         bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2).bool()
         # The root is left out, since its pair is in the cache.
-        return bits[:, :, : nodes.stop] & (torch.arange(nodes.stop, device=bits.device) > 0)
+        bits[..., 0] = False
+        return bits[:, :, : nodes.stop]

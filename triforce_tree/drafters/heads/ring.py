@@ -45,11 +45,14 @@ class Ring:
         """Returns the number of positions between sinks and window, int64 ``[B, 1]``."""
         return (end - self.window - self.sinks).clamp_min(0)
 
-    def visible(self, end: Tensor, features: Features) -> Tensor:
+    def visible(self, end: Tensor, positions: Tensor, features: Features) -> Tensor:
         """Returns whether each slot holds a position in sinks and window whose hidden states are known, bool
         ``[B, slots + 1]``.
+
+        Args:
+            positions: what :meth:`positions` returns for ``end``.
         """
-        slot, positions = torch.arange(self.slots + 1, device=end.device), self.positions(end)
+        slot = torch.arange(self.slots + 1, device=end.device)
         known, first = features.known_leading[:, None], features.first[:, None]
         return torch.where(
             slot < self.sinks,
