@@ -80,6 +80,7 @@ class HFModel:
             raise UnsupportedModelError(
                 f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
             )
+        refuse_unsupported(model)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.vocab_size: int = config.vocab_size
@@ -91,7 +92,6 @@ class HFModel:
         self._scales_queries = self._shares_kv = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
-        refuse_unsupported(model)
         if quantisation(model) is not None:
             self._settle()
         self.changes = Changes(model, moves=streamed is not None)

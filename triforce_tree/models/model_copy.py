@@ -93,7 +93,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    if head.weight is not embedding.weight:
+    # Some multimodal models name no head.
+    if getattr(head, "weight", None) is not embedding.weight:
         read.pop(id(embedding.weight), None)
     return sum(t.numel() * t.element_size() for t in read.values())
 

@@ -58,6 +58,7 @@ _VQ: Settings = {
     "base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16, "latent_channels": 8,
     "embed_dim": 8,
 }  # fmt: skip
+_INKLING2: Settings = {"unpadded_vocab_size": VOCABULARY}
 _DOTS3_VISION: Settings = {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN}
 _DOTS3_AUDIO: Settings = {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN}
 # By the class of the configuration. ``__base__``: what the default configuration cannot be made without.
@@ -68,6 +69,12 @@ BY_CONFIG: dict[str, Settings] = {
     "KimiLinearConfig": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
     "Dots3NoteTextConfig": _DOTS3,
     "Dots3NoteConfig": {"text_config": _DOTS3, "vision_config": _DOTS3_VISION, "audio_config": _DOTS3_AUDIO},
+    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "HYV4VLConfig": {"text_config": {"qk_rope_head_dim": 8, "head_dim": 8, **_MROPE}},
+    "Inkling2TextConfig": _INKLING2,
+    "Inkling2Config": {"text_config": _INKLING2},
+    "Inkling2LoopTextConfig": _INKLING2,
+    "Inkling2LoopConfig": {"text_config": _INKLING2},
     "ProphetNetConfig": {"num_decoder_layers": 2, "num_encoder_layers": 2},
     "EvollaConfig": {},
     "Florence2Config": {"vision_config": {

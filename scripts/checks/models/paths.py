@@ -108,8 +108,22 @@ class Trial:
         return self._expected[length]
 
     def refusal(self) -> Outcome | None:
-        """Returns what ``load`` raises for the class without a draft, or None."""
-        return _raised(lambda: triforce_tree.load(self.model, levels=1))
+        """Returns why the class cannot be tried, or None: what ``load`` raises without a draft, unless a
+        decoder cannot be run by transformers either.
+        """
+        found = _raised(lambda: triforce_tree.load(self.model, levels=1))
+        if found is None or self.model.config.is_encoder_decoder:
+            return found
+        return self._failure(PROMPTS[:1]) or found
+
+    def _failure(self, lengths: Sequence[int]) -> Outcome | None:
+        """Returns why transformers' own generate fails on text alone; None if it does not."""
+        try:
+            for length in lengths:
+                self.expected(length)
+        except Exception as error:
+            return Outcome(NOT_BUILT, f"transformers' own generate fails on text alone ({said(error)})")
+        return None
 
     def run(self, name: str) -> Outcome:
         """Returns the outcome of one path."""
@@ -117,11 +131,9 @@ class Trial:
         if path.gpu and self.device != "cuda":
             return Outcome(SKIPPED, "needs a CUDA device")
         lengths = PROMPTS[: path.prompts]
-        try:
-            expected = [self.expected(length) for length in lengths]
-        except Exception as error:
-            return Outcome(NOT_BUILT, f"transformers' own generate fails on text alone ({said(error)})")
-        found: list[Outcome] = []
+        if (failure := self._failure(lengths)) is not None:
+            return failure
+        expected, found = [self.expected(length) for length in lengths], list[Outcome]()
 
         def decode() -> None:
             found.append(self._decode(path, lengths, expected))
