@@ -96,6 +96,11 @@ PAGES = {
         Section("Saved sessions", "saved_sessions"),
         Section("Prompts with a common beginning", "shared_prefix_cpu"),
         Section("Clients that join a batch", "clients_cpu"),
+        Section(
+            "Many clients of a server", "serving",
+            "Times are those that clients see: from a request to its first text, from there to its last one "
+            "by token, and between two pieces of text.",
+        ),
     )),
     "prefill.md": Page("Prefill", "../prefill.md", (
         Section("Prompts on an H200", "prefill"),

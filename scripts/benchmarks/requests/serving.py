@@ -28,11 +28,11 @@ from urllib.request import urlopen
 
 from scripts.benchmarks.common.command import device_of, machine_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, ResultsFile, settings_of
+from scripts.benchmarks.requests.tables import SERVING_FILE
 from scripts.benchmarks.sources.registry import Texts, named
 from triforce_tree.bench import load
 from triforce_tree.bench.load import Endpoint, Load
 
-FILE = "serving_{machine}.jsonl"
 OURS = "triforce-tree"
 _TINY = {"clients": [1, 2], "prompt_tokens": [200, 600], "new": 16, "pause": 0.05, "seconds": 20.0}
 # Seconds within which a server has to be ready.
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     if args.tiny:
         vars(args).update(_TINY)
     device = device_of(made, args.tiny)
-    path = results_folder(args.out, args.tiny) / FILE.format(machine=machine_of(device))
+    path = results_folder(args.out, args.tiny) / SERVING_FILE.format(machine=machine_of(device))
     others = [tuple(each.partition("=")[::2]) for each in args.endpoint]
     if any(not name or not url for name, url in others):
         made.error("--endpoint takes NAME=URL, as in vllm=http://127.0.0.1:8001/v1")

@@ -8,6 +8,8 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
 SHARED, CLIENTS = "shared_prefix_{machine}.jsonl", "clients_{machine}.jsonl"
 _SHARED_CPU, _CLIENTS_CPU = (file.format(machine="cpu") for file in (SHARED, CLIENTS))
+SERVING_FILE = "serving_{machine}.jsonl"
+_SERVING_H100 = SERVING_FILE.format(machine="h100")
 REQUESTS: Columns = {
     "model": "{shape}", "request": "{turn}", "prompt": "{prompt_tokens:,}", "kept": "{reused_tokens:,}",
     "prefill, s": "{prefill_seconds:.2f}", "first token, s": "{first_token_seconds:.2f}",
@@ -82,7 +84,37 @@ _DISK_NOTE = (
     "{tokens:,} tokens of Llama-3.1-8B's shape, cache on the CPU; {hardware}, medians of {runs} runs in "
     "turns, files flushed and dropped from the page cache. "
 )
+SERVING: Columns = {
+    "server": "{part}", "clients": "{clients}", "prompt, tokens": "{prompt_tokens:,}",
+    "**tokens/s**": "**{tokens_per_second:,.1f}**",
+    "first token, s: median": "?{first_token_seconds[p50]:.2f}", "p99": "?{first_token_seconds[p99]:.2f}",
+    "a token, ms: median": lambda row: _ms(row["token_seconds"], "p50"),
+    "its p99": lambda row: _ms(row["token_seconds"], "p99"),
+    "longest gaps, ms: p99": lambda row: _ms(row["gap_seconds"], "p99"),
+    "complete": "{complete} of {begun}", "drafted": "?{accepted_share:pct}",
+}  # fmt: skip
+_SERVING_NOTE = (
+    "{hardware}, torch {versions[torch]}, {settings[shape]}; each client sends a request after a random "
+    "pause of {settings[pause]} s, and the next one when it is answered; {settings[seconds]:.0f} s for a "
+    "cell, after which requests are cut. "
+)
+
+
+def _by_cell(content: Record) -> list[Record]:
+    """Returns the rows of all servers, those of one cell together."""
+    return sorted(content["rows"], key=lambda row: (row["prompt_tokens"], row["clients"]))
+
+
+def _ms(values: Record | None, share: str) -> str:
+    return "" if values is None else f"{1e3 * values[share]:.1f}"
+
+
 TABLES = {
+    "serving": Table(
+        _SERVING_H100,
+        listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING_H100)),
+        "python -m scripts.benchmarks serving",
+    ),
     "requests": _table(FILE, _COMMAND),
     "requests_cpu": _table(CPU_FILE, f"{_COMMAND} --pair"),
     "saved_sessions": Table(
