@@ -99,7 +99,7 @@ def asked(url: str, prompt: str, **headers: str) -> str:
 def test_a_conversation_stays_with_its_server(url: str) -> None:
     names = []
     for number in range(12):
-        document = f"Document {number}. " * 200
+        document = f"Document {number}. " * 5000
         turns = [asked(url, document + "And then? " * turn) for turn in range(4)]
         assert len(set(turns)) == 1
         names.append(turns[0])
