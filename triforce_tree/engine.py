@@ -1,7 +1,7 @@
 """The engine: a target, its drafter and their settings, with the method ``generate``."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -48,7 +48,14 @@ from triforce_tree.requests.notices import Notices, cost_of_processors
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import texts_asked
 from triforce_tree.requests.output import GenerateOutput, joined
-from triforce_tree.requests.request import Arguments, Request, RunOptions, seeds_of
+from triforce_tree.requests.request import (
+    Arguments,
+    Request,
+    RunOptions,
+    logprobs_of,
+    seeds_of,
+    speculation_of,
+)
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
@@ -117,7 +124,8 @@ class Engine:
         streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         seed: int | Sequence[int | None] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        logprobs: bool = False,
+        speculation: str | Mapping[str, int] | None = None,
+        logprobs: bool | Sequence[bool | None] = False,
         progress: Progress | None = None,
         pinned: Callable[[int], None] | None = None,
         max_batch: int | None = None,
@@ -151,7 +159,10 @@ class Engine:
                 ``JSONObject``, ``Regex``, ``EBNF``, ``Choice``), or a list with one or None for each prompt.
                 Tokens that the grammar does not allow get probability 0; the end of the text is allowed
                 where the grammar may end. Needs xgrammar.
-            logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
+            speculation: "off" drafts nothing; {"levels": 2, "length": 8} allows passes of at most so many
+                levels that verify at most so many draft tokens on a path. The distribution is the same.
+            logprobs: return the log-probability of each new token, see :class:`GenerateOutput`; or a list for
+                the prompts.
             progress: called with the number of prompt tokens that were kept, then with the number of tokens
                 of each prefilled chunk.
             pinned: called while an offloaded cache allocates host memory, with the number of bytes.
@@ -159,6 +170,9 @@ class Engine:
             joining: the source of further prompts while the batch runs.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
                 num_beams, num_return_sequences, output_scores, ...; one that is not supported raises.
+                ``frequency_penalty`` and ``presence_penalty`` are those of OpenAI's API. Those of
+                ``requests.options.PER_PROMPT``, such as temperature or max_new_tokens, may be a list with a
+                value for each prompt, or None.
 
         Raises:
             ValueError: a prompt is empty or too long, an option is not supported, or logits are NaN.
@@ -174,7 +188,7 @@ class Engine:
             own: dict[str, Any] = {
                 "inputs": inputs, "streamer": streamer, "seed": seed, "grammar": grammar,
                 "logprobs": logprobs, "progress": progress, "pinned": pinned, "max_batch": max_batch,
-                "joining": joining,
+                "joining": joining, "speculation": speculation,
             }  # fmt: skip
             return several_texts(self, beams, texts, {**given, **own})
         target = self._hierarchy.target
@@ -183,8 +197,8 @@ class Engine:
         count = len(arguments.prompts.tokens)
         how = RunOptions(
             Streamers(streamer, count), progress, *seeds_of(seed, count), pinned,
-            bool(checked("logprobs", logprobs)), checked("max_batch", max_batch), joining,
-            grammars_of(grammar, count), self._grammars,
+            logprobs_of(logprobs, count), checked("max_batch", max_batch), joining,
+            grammars_of(grammar, count), self._grammars, speculation_of(speculation),
         )  # fmt: skip
         out = self.decode(arguments.prepared(target, how))
         if out is not None:
@@ -387,12 +401,18 @@ class Engine:
         """
         hierarchy, prompts, new_tokens = self._hierarchy, request.prompts, request.new_tokens
         with hierarchy.generation():
-            for prompt in prompts:
-                hierarchy.target.check_length(len(prompt), new_tokens)
-            greedy, seeds = request.to_probs.greedy, [sequence.seed for sequence in request.sequences]
+            for sequence in request.sequences:
+                hierarchy.target.check_length(len(sequence.prompt), sequence.ending.max_new_tokens)
+            greedy = [part.to_probs.greedy for part in request.separate]
+            seeds = [sequence.seed for sequence in request.sequences]
             alike = prompts, new_tokens, greedy, request.how.seed is None, seeds, self._config
             distributed.check_equal("prompts or settings", alike)
-            why = distributed.broadcast_object(why_in_step(request, hierarchy.target.vocab_size))
+            vocabulary = hierarchy.target.vocab_size
+            reasons = (why_in_step(part, vocabulary) for part in request.separate)
+            why = next((reason for reason in reasons if reason is not None), None)
+            why = distributed.broadcast_object(why)
+            if why is not None and len(request.parts) > 1:
+                return None
             if why is not None:
                 out = self._in_step(request, why)
             elif (batch := self._batch(request)) is not None:
@@ -437,8 +457,9 @@ class Engine:
         loop = DecodingLoop(
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
             [*sequences[:size], *[None] * (size - len(sequences))],
-            to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
-            how.progress, self._reuse, request.masked,
+            to_probs, seed, how.seed is not None,
+            how.seeds is not None and (joining is not None or not all(each.greedy for each in settings)),
+            how.progress, self._reuse, request.masked, how.speculation,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 

@@ -38,14 +38,14 @@ from triforce_tree.server.text_stream import TextStream
 def test_requests_join_a_batch_that_runs(
     client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests with equal settings join; one with others waits, and a few later ones may overtake it."""
+    """Requests join with any options, except one that allows other drafts, which later ones may overtake."""
     batches: list[int] = []
     began: list[int] = []
     generate, joining, go = engine.generate, Scheduler.joining, threading.Event()
 
     def counted(prompts: list[list[int]], **how: object) -> object:
         batches.append(len(prompts))
-        began.extend([how["max_new_tokens"]] * len(prompts))
+        began.extend(how["max_new_tokens"])
         return generate(prompts, **how)
 
     def after_all_have_come(self: Scheduler, *args: Any) -> ServedText | None:
@@ -68,6 +68,8 @@ def test_requests_join_a_batch_that_runs(
 
     def ask(tokens: int, temperature: float = 0) -> str:
         given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": temperature}
+        if temperature:
+            given["extra_body"] = {"speculation": "off"}
         return client.completions.create(model=NAME, **given).choices[0].text
 
     with ThreadPoolExecutor(5) as pool, released(go):
@@ -92,18 +94,18 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
     scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
     scheduler.close()
 
-    def one(temperature: float) -> ServedText:
-        settings = {"max_new_tokens": 4, "temperature": temperature}
-        return ServedText([1, 2], settings, (), lambda piece: None)
+    def one(levels: int) -> ServedText:
+        settings, speculation = {"max_new_tokens": 4, "temperature": 1.0}, {"levels": levels}
+        return ServedText([1, 2], settings, (), lambda piece: None, speculation=speculation)
 
-    queued = [one(0.5), *(one(1.0) for _ in range(8))]
+    queued = [one(1), *(one(2) for _ in range(8))]
     scheduler._closed = False
     scheduler._queue.extend(queued)
-    batch = _Batch(scheduler, [one(1.0)])
-    assert scheduler.wanted(batch, lambda prompt, new: True) == 3
-    assert scheduler.joining(batch, lambda prompt, new: False) is None
+    batch = _Batch(scheduler, [one(2)])
+    assert scheduler.wanted(batch, lambda *_: True) == 3
+    assert scheduler.joining(batch, lambda *_: False) is None
     taken = []
-    while (sequence := scheduler.joining(batch, lambda prompt, new: True)) is not None:
+    while (sequence := scheduler.joining(batch, lambda *_: True)) is not None:
         taken.append(sequence)
         batch.running.pop(min(batch.running))
     assert taken == queued[1:4]

@@ -11,7 +11,16 @@ from triforce_tree.requests.request import Arguments, Request, RunOptions
 from triforce_tree.runtime import distributed
 
 _PROMPTS = ("inputs", "input_ids", "attention_mask")
-OF_ENGINE = ("seed", "grammar", "logprobs", "progress", "prefix_allowed_tokens_fn", "max_batch", "joining")
+OF_ENGINE = (
+    "seed",
+    "grammar",
+    "logprobs",
+    "progress",
+    "prefix_allowed_tokens_fn",
+    "max_batch",
+    "joining",
+    "speculation",
+)
 """Keywords of :meth:`Engine.generate` that are no options of transformers and not about one text."""
 
 

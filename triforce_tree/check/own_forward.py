@@ -3,7 +3,7 @@
 With ``kv_bits=8`` they attend to keys and values that are rounded as our cache stores them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,17 +137,41 @@ def token_logprobs(engine: Engine, tokens: Sequence[int], start: int) -> tuple[T
         Log-probabilities, fp32 ``[len(tokens) - start]``, and whether each token is the most probable one,
         bool, both in host memory.
     """
+    logprobs, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    for found, coming in _predictions(engine, tokens, start):
+        logprobs.append(found.gather(-1, coming[:, None])[:, 0].cpu())
+        greedy.append((found.argmax(-1) == coming).cpu())
+    return torch.cat(logprobs), torch.cat(greedy)
+
+
+@torch.no_grad()
+def alternatives(
+    engine: Engine, tokens: Sequence[int], count: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Returns for each token from the second on its log-probability by the target's raw logits, and the
+    ``count`` most probable tokens in its place with theirs.
+    """
+    found = []
+    for logprobs, coming in _predictions(engine, tokens, 1):
+        own = logprobs.gather(-1, coming[:, None])[:, 0].tolist()
+        top = logprobs.topk(min(count, logprobs.shape[-1]))
+        best = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        found += [(value, list(zip(*pair, strict=True))) for value, pair in zip(own, best, strict=True)]
+    return found
+
+
+def _predictions(engine: Engine, tokens: Sequence[int], start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields log-probabilities fp32 ``[n, V]`` of the next n tokens, and these tokens, int64 ``[n]``. The
+    first is token ``start``.
+    """
     model: Any = engine.target.model
     cache = prefilled(engine, tokens[: start - 1])
     # Where rotary frequencies depend on the length, one forward chooses them for all tokens.
     chunk = _SCORED if LengthRope.of(model) is None else len(tokens)
-    logprobs, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     for at in range(start - 1, len(tokens) - 1, chunk):
         fed = tokens[at : min(at + chunk, len(tokens) - 1)]
         out = model(as_ids(model, fed), use_cache=True, **{CACHE: cache})
         cache = out[CACHE]
         found = out.logits[0].float()
         coming = as_ids(model, tokens[at + 1 : at + 1 + len(fed)])[0].to(found.device)
-        logprobs.append(found.log_softmax(-1).gather(-1, coming[:, None])[:, 0].cpu())
-        greedy.append((found.argmax(-1) == coming).cpu())
-    return torch.cat(logprobs), torch.cat(greedy)
+        yield found.log_softmax(-1), coming

@@ -19,7 +19,7 @@ from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
-from triforce_tree.policy.passes import PLAIN, PassKind
+from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
@@ -100,6 +100,7 @@ class DecodingLoop:
             has the draws that it has alone with the seed ``draws.sequence_seed``.
         by_position: whether sequences may have seeds of their own.
         masked: whether sequences may have grammars.
+        limit: what passes may draft at most; None for no limit.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
 
@@ -129,10 +130,11 @@ class DecodingLoop:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         masked: bool = False,
+        limit: SpeculationLimit | None = None,
     ) -> None:
         self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
         self._by_position, self._progress, self._reuse = by_position, progress, reuse
-        self._masked = masked
+        self._masked, self._limit = masked, limit
         self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
@@ -167,7 +169,9 @@ class DecodingLoop:
     def chooser(self) -> PassChooser:
         """Returns the object that chooses the passes. It is made when the first pass is chosen."""
         if self._chooser is None:
-            self._chooser = PassChooser(self.program, self._to_probs, self._repeatable, self._costs)
+            self._chooser = PassChooser(
+                self.program, self._to_probs, self._repeatable, self._costs, self._limit
+            )
         return self._chooser
 
     @property

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from triforce_tree.policy.costs import PassCosts
 from triforce_tree.policy.estimates import Estimates, tokens_of
-from triforce_tree.policy.passes import PLAIN, PassKind
+from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 START_BUDGET = 3.0
@@ -122,6 +122,7 @@ class PassPolicy:
         fixed: always this many rounds (one at most with two levels), whatever they cost.
         learnt: what earlier requests have learnt; it is updated.
         held_back: seconds to make the stages of shapes that have none, by shape.
+        limit: what passes may draft at most. Where no other pass is within it, all are plain.
 
     Attributes:
         learnt: as given, or new.
@@ -136,8 +137,9 @@ class PassPolicy:
         fixed: int | None = None,
         learnt: Learnt | None = None,
         held_back: Mapping[int, float] | None = None,
+        limit: SpeculationLimit | None = None,
     ) -> None:
-        self._passes, self.costs = passes, costs
+        self._passes, self.costs, self._limit = passes, costs, limit or SpeculationLimit()
         levels = passes.levels
         self.fixed = 0 if levels == 1 else fixed if fixed is None or levels > 2 else min(fixed, 1)
         if costs is not None:
@@ -166,7 +168,8 @@ class PassPolicy:
                 a sequence that has ended. Empty where passes have no matched tokens.
         """
         if self.fixed is not None:
-            return PassKind(self._passes.levels, self.fixed) if self.fixed else PLAIN
+            kind = PassKind(self._passes.levels, self.fixed) if self.fixed else PLAIN
+            return kind if self._allows(kind) else PLAIN
         self._remaining, self._common = remaining, common
         costs = self._costs
         found = self._matched_options(common) if any(common) else []
@@ -174,6 +177,7 @@ class PassPolicy:
             return PLAIN
         if not self._pause:
             found += self.options()[1:]
+        found = [option for option in found if self._allows(option.kind)]
         plain = Option(PLAIN, 1.0, 1.0, costs.of(PLAIN))
         if not costs.certain(PLAIN) and max(o.rate for o in [plain, *found]) < _SURE * plain.rate:
             return PLAIN
@@ -190,6 +194,15 @@ class PassPolicy:
         depth = self._passes.shapes[best.kind.shape].depth
         self.proposed = [self.learnt.estimates.matched(c or 0, depth)[0] for c in common]
         return best.kind
+
+    def _allows(self, kind: PassKind) -> bool:
+        """Returns whether a pass is within the limit."""
+        levels, length = self._limit
+        if kind == PLAIN or length is None:
+            return kind.levels <= max(levels, 1)
+        depth = self._passes.shapes[kind.shape].depth
+        longest = kind.rounds * (depth + 1) if kind.levels == 3 else depth
+        return kind.levels <= levels and min(longest, self._passes.max_draft_tokens) <= length
 
     def options(self) -> list[Option]:
         """Returns the options without matched tokens, plain decoding first."""

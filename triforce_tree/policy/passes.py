@@ -29,6 +29,18 @@ class PassKind(NamedTuple):
 PLAIN = PassKind(1, 0)
 
 
+class SpeculationLimit(NamedTuple):
+    """What passes may draft at most.
+
+    Attributes:
+        levels: 1 for no drafts, 2 for none that the retrieval level has verified, 3 for all.
+        length: the most draft tokens on one path that the target verifies in a pass; None for no limit.
+    """
+
+    levels: int = 3
+    length: int | None = None
+
+
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of each stage for a batch, with trees of one shape; infinite for a stage that does not exist.

@@ -1,7 +1,9 @@
 """The sequences of a request in a decoding loop, with their streamers, scores and outputs."""
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,9 @@ from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
+
+# More new tokens than any option demands at least.
+_MANY = 1 << 30
 
 
 class Batch:
@@ -41,7 +46,10 @@ class Batch:
         self._request, self._how, self._loop, self._pool = request, request.how, loop, pool
         self._tokenizer, self._hierarchy = tokenizer, hierarchy
         self._waiting, self._count = deque(waiting), len(request.sequences)
-        self._scores = EmittedScores(request, hierarchy.offloads) if request.outputs else None
+        wanted = request.outputs or self._how.joining is not None
+        self._scores = EmittedScores(request, hierarchy.offloads) if wanted else None
+        # By the identity of options that prompts may join with: the options, and whether they may.
+        self._known: dict[int, tuple[Mapping[str, Any], bool]] = {}
 
     def decode(self) -> GenerateOutput:
         """Decodes all sequences. Returns the output of the request's own sequences."""
@@ -99,25 +107,39 @@ class Batch:
         if joined is None:
             return None
         sequence = self._request.sequence(
-            list(joined.prompt), joined.new_tokens, self._count, joined.seed, joined.grammar
+            list(joined.prompt), joined.new_tokens, self._count, joined.seed, joined.grammar, joined.options
         )
         self._count += 1
         self._how.streamers.join(joined.streamer, sequence)
         if self._scores is not None:
-            self._scores.begin(sequence.prompt)
+            self._scores.begin(sequence)
         return sequence
 
-    def _fits(self, prompt: list[int], new_tokens: int) -> bool:
-        """Returns whether the buffers and levels of the batch can serve another prompt."""
+    def _fits(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /) -> bool:
+        """Returns whether the buffers and levels of the batch can serve another prompt. See ``Joined``."""
         program, request = self._loop.program, self._request
         return (
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together([request.to_probs], [request.sequences[0].prompt, prompt])
+            and (options is None or self._alike(options))
             and self._has_slots(request.sequence(prompt, new_tokens))
             # A prompt that comes after a change of the models belongs to the next batch.
             and not self._hierarchy.changed
         )
+
+    def _alike(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether a sequence with other options of ``PER_PROMPT`` can be decoded with the others."""
+        if id(options) not in self._known:
+            try:
+                probs = self._request.sequence([0], _MANY, options=options).to_probs
+            except ValueError:
+                alike = False  # the error is that of this prompt alone, in a batch of its own
+            else:
+                assert probs is not None, "sequences of a request have sampling options"
+                alike = probs.others_key == self._request.to_probs.others_key
+            self._known[id(options)] = options, alike
+        return self._known[id(options)][1]
 
     def _has_slots(self, coming: Sequence) -> bool:
         """Returns whether enough KV slots are free for a new sequence beside the running ones."""

@@ -1,6 +1,6 @@
 """Prompts that join a batch while it runs."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,9 +8,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.grammar.values import Grammar
 
-Fits = Callable[[list[int], int], bool]
-"""A function of a prompt and a number of new tokens: whether the buffers and levels of a batch can serve them
-beside the sequences that are decoded."""
+
+class Fits(Protocol):
+    """Returns whether a batch can decode another prompt beside its sequences. See :class:`Joined`."""
+
+    def __call__(
+        self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /
+    ) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,9 @@ class Joined:
         new_tokens: the most new tokens.
         streamer: receives the new tokens; may be None.
         seed: seed of its draws if the batch has a list of seeds; None for no seed.
-        grammar: of its new text; None for none. Only a batch with a grammar takes one.
+        grammar: of its new text; None for none.
+        options: its options of ``PER_PROMPT`` (``requests/options.py``) without ``max_new_tokens``; None for
+            those of the first prompt of the batch.
     """
 
     prompt: list[int] = field(repr=False)
@@ -30,11 +36,12 @@ class Joined:
     streamer: BaseStreamer | None = None
     seed: int | None = None
     grammar: Grammar | None = None
+    options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 class Joining(Protocol):
     """A source of prompts that join a running batch. They have the options of the batch, except
-    ``max_new_tokens`` and ``grammar``.
+    those of :class:`Joined`.
 
     Sequences are numbered in the order in which they begin, starting with the sequences of the batch. Prompts
     do not join if sequences are decoded one by one, or if keys and values are in host memory. A prompt shares

@@ -14,6 +14,8 @@ from triforce_tree.option_checks import shortened
 # Fp32 holds logits divided or multiplied by numbers in this interval, and divided by temperatures up to
 # _HOTTEST.
 _LEAST, _MOST, _HOTTEST = 1e-30, 1e30, 1e38
+# The most that a penalty subtracts from the score of a token for each time that it was generated.
+_MOST_SUBTRACTED = 100.0
 # The most beams or texts of one prompt.
 _MOST_TEXTS = 65_536
 # Options of one token id; the others may have several.
@@ -177,6 +179,8 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "top_h": _Within(_ABOVE_0, 1.0, "(0, 1]", "leave it out to keep all tokens"),
     "epsilon_cutoff": _Within(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
     "eta_cutoff": _Within(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
+    "frequency_penalty": _Within(-_MOST_SUBTRACTED, _MOST_SUBTRACTED, "[-100, 100]", "0 changes nothing"),
+    "presence_penalty": _Within(-_MOST_SUBTRACTED, _MOST_SUBTRACTED, "[-100, 100]", "0 changes nothing"),
     "repetition_penalty": _Within(_LEAST, _MOST, f"[{_LEAST:g}, {_MOST:g}]", "1 changes nothing"),
     "length_penalty": _Within(-50.0, 50.0, "[-50, 50]", "1 is the default"),
     "max_time": _Within(0.0, math.inf, "[0, inf]", "leave it out for no limit"),
@@ -197,4 +201,5 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "seed": _seed,
     "logprobs": _switch,
     "max_batch": _number_of_sequences,
+    "length": _AtLeast(1, 'speculation="off" drafts nothing'),
 }

@@ -29,6 +29,16 @@ HONOURED = frozenset(
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
+# Options of this package, which transformers does not have.
+PENALTIES = ("frequency_penalty", "presence_penalty")
+# Options that may be a list with a value for each prompt; None leaves the option out for a prompt.
+PER_PROMPT = frozenset(
+    """
+    max_new_tokens min_new_tokens do_sample temperature top_k top_p min_p typical_p repetition_penalty
+    frequency_penalty presence_penalty eos_token_id bad_words_ids sequence_bias
+    logprobs output_logits output_scores
+    """.split()  # noqa: SIM905 - a list would take a line for each name
+)
 # Options that only beam search reads.
 OF_BEAMS = ("length_penalty", "early_stopping")
 # Options that request several texts of a prompt. ``branching`` carries them out; they are refused elsewhere.
@@ -134,7 +144,7 @@ def given_options(
             f"generation_config is of type {type(config).__name__}; give a GenerationConfig or a dict of its "
             "options"
         )
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | set(PENALTIES)
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in known:
@@ -158,6 +168,22 @@ def given_options(
         if given.get(name) is None and name not in (*_WITHOUT_EFFECT, "max_length", "min_length"):
             supported(name, value, of_checkpoint=True)
     return config, found
+
+
+def per_prompt(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Splits options into those of all prompts, and lists that have the value of each prompt."""
+    lists = {name: list(value) for name, value in options.items() if _is_list(name, value)}
+    return {name: value for name, value in options.items() if name not in lists}, lists
+
+
+def _is_list(name: str, value: Any) -> bool:
+    if name not in PER_PROMPT or not isinstance(value, list | tuple):
+        return False
+    if name == "eos_token_id":
+        return any(each is None or isinstance(each, list | tuple) for each in value)
+    if name == "bad_words_ids":
+        return any(each is None or (each and isinstance(each[0], list | tuple)) for each in value)
+    return name != "sequence_bias" or any(each is None or isinstance(each, dict) for each in value)
 
 
 def texts_asked(kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -185,7 +211,12 @@ def supported(name: str, value: Any, of_checkpoint: bool = False) -> Any:
     Raises:
         ValueError: the option is neither, or its value is invalid.
     """
-    if name in HONOURED or name.startswith("_") or value in (None, False, _NEUTRAL.get(name)):
+    if (
+        name in HONOURED
+        or name in PENALTIES
+        or name.startswith("_")
+        or value in (None, False, _NEUTRAL.get(name))
+    ):
         return checked(name, value)
     if of_checkpoint:
         raise ValueError(
@@ -305,8 +336,13 @@ def check_keywords(
     Raises:
         ValueError: a keyword is unknown, or has an invalid value.
     """
-    known = vars(GenerationConfig())
-    options = {name: value for name, value in given.items() if name not in (*own, *SEVERAL)}
+    known = {**vars(GenerationConfig()), **dict.fromkeys(PENALTIES)}
+    options, lists = per_prompt(
+        {name: value for name, value in given.items() if name not in (*own, *SEVERAL)}
+    )
+    for name, values in lists.items():
+        for value in values:
+            checked(name, value)
     for name in options.keys() - known.keys():
         similar = difflib.get_close_matches(name, [*known, *own, *of_load], 1, 0.8)
         if similar and similar[0] in of_load:

@@ -19,13 +19,17 @@ from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.grammar.matching import Grammars, Matcher
 from triforce_tree.grammar.values import Grammar
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.policy.passes import SpeculationLimit
 from triforce_tree.requests.endings import StopStrings, ending_of
 from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts_of, real_tokens, text_alone
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import (
+    PENALTIES,
+    PER_PROMPT,
     check_prepared,
     given_options,
+    per_prompt,
     refuse_model_inputs,
     supported,
     without_settings,
@@ -34,6 +38,7 @@ from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
 from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.sampling_options import GeneratedTokenPenalties
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,12 @@ class RunOptions:
     seed: int | None = None
     seeds: list[int | None] | None = None
     pinned: Callable[[int], None] | None = None
-    logprobs: bool = False
+    logprobs: bool | Sequences[bool | None] = False
     max_batch: int | None = None
     joining: Joining | None = None
     grammar: list[Grammar | None] | None = None
     grammars: Grammars | None = None
+    speculation: SpeculationLimit | None = None
 
     def matcher(self, grammar: Grammar | None, end_tokens: Collection[int]) -> Matcher | None:
         """Returns the state of a grammar before the first new token, or None without a grammar."""
@@ -71,8 +77,13 @@ class RunOptions:
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         seeds = self.seeds and self.seeds[number : number + 1]
         grammar = self.grammar and self.grammar[number : number + 1]
-        streamers = self.streamers.alone(number)
-        return replace(self, streamers=streamers, seed=seed, seeds=seeds, grammar=grammar, joining=None)
+        streamers, logprobs = self.streamers.alone(number), self.logprobs
+        if not isinstance(logprobs, bool):
+            logprobs = bool(logprobs[number])
+        return replace(
+            self, streamers=streamers, seed=seed, seeds=seeds, grammar=grammar, logprobs=logprobs,
+            joining=None,
+        )  # fmt: skip
 
 
 def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
@@ -87,6 +98,38 @@ def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None
     if len(seed) != count:
         raise ValueError(f"seed has {len(seed)} entries for {count} sequences; give one for each, or one int")
     return None, [checked("seed", each) for each in seed]
+
+
+def speculation_of(given: Any) -> SpeculationLimit | None:
+    """Returns the limit that an option ``speculation`` of :meth:`Engine.generate` sets.
+
+    Raises:
+        ValueError: the value is neither "off" nor a dict with ``levels`` and ``length``.
+    """
+    if given is None or given == "off":
+        return given and SpeculationLimit(1)
+    if not isinstance(given, Mapping) or given.keys() - {"levels", "length"}:
+        raise ValueError(
+            f'speculation={given!r} must be "off", or a dict such as {{"levels": 2, "length": 8}}, of which '
+            "either may be left out"
+        )
+    levels, length = given.get("levels", 3), given.get("length")
+    if levels not in (1, 2, 3):
+        raise ValueError(f"speculation has levels={levels!r}; give 1 (no drafts), 2 or 3")
+    return SpeculationLimit(levels, checked("length", length))
+
+
+def logprobs_of(given: Any, count: int) -> bool | list[bool | None]:
+    """Returns a flag for all sequences, or a list with one for each of ``count`` sequences.
+
+    Raises:
+        ValueError: the value is something else, or the list has another length.
+    """
+    if not isinstance(given, (list, tuple)):
+        return bool(checked("logprobs", given))
+    if len(given) != count:
+        raise ValueError(f"logprobs has {len(given)} values for {count} prompts; give one for each, or one")
+    return [checked("logprobs", each) for each in given]
 
 
 class Prepared(NamedTuple):
@@ -116,6 +159,10 @@ class Arguments:
         processors, criteria: the user's own, and stop strings.
         allowed: the user's ``prefix_allowed_tokens_fn``.
         pad_token: fills sequences that end before others.
+        penalties: the options ``PENALTIES``.
+        each: the options of each prompt that it has not in common with others; empty if all are in common.
+        of_other: returns the arguments of another prompt with these options, which replace those of
+            ``PER_PROMPT`` if the third argument is true.
     """
 
     prompts: Prompts
@@ -127,6 +174,9 @@ class Arguments:
     criteria: StoppingCriteriaList
     allowed: Callable[[int, Tensor], list[int]] | None
     pad_token: int
+    penalties: Mapping[str, float]
+    each: Sequences[Mapping[str, Any]]
+    of_other: Callable[[list[int], Mapping[str, Any], bool], "Arguments"]
 
     @classmethod
     def read(
@@ -144,7 +194,13 @@ class Arguments:
         Raises:
             ValueError: an argument is wrong; the message names it.
         """
-        given = dict(given)
+        given, lists = per_prompt(given)
+        common = {name: value for name, value in given.items() if name not in _PROMPTS}
+
+        def of_other(prompt: list[int], own: Mapping[str, Any], replaces: bool) -> "Arguments":
+            left = {name: value for name, value in common.items() if not (replaces and name in PER_PROMPT)}
+            return cls.read(target, tokenizer, [prompt], {**left, **own})
+
         input_ids, attention_mask, config, processors, criteria, allowed, strings = (
             given.pop(name, None) for name in _PARAMETERS
         )
@@ -171,7 +227,12 @@ class Arguments:
             criteria.append(StopStrings(tokenizer, strings, max(map(len, prompts.tokens))))
         processors = LogitsProcessorList(checked("logits_processor", processors) or ())
         ids, mask = prompts.input_ids.to(target.device), prompts.attention_mask.to(target.device)
-        return cls(prompts, ids, mask, config, options, processors, criteria, allowed, pad_token)
+        penalties = {name: float(options.pop(name, None) or 0) for name in PENALTIES}
+        each = _by_prompt(lists, len(prompts.tokens))
+        return cls(
+            prompts, ids, mask, config, options, processors, criteria, allowed, pad_token, penalties, each,
+            of_other,
+        )  # fmt: skip
 
     def prepared(self, target: HFModel, how: RunOptions, number: int | None = None) -> "Request":
         """Returns the request, with logits processors and stop criteria as transformers prepares them for its
@@ -180,6 +241,17 @@ class Arguments:
         Args:
             number: the index of a prompt that is decoded alone; None for all prompts together.
         """
+        if self.each:
+            chosen = range(len(self.each)) if number is None else [number]
+            parts = [
+                self.of_other(self.prompts.tokens[n], self.each[n], False).prepared(
+                    target, how.alone(n) if number is None else how
+                )
+                for n in chosen
+            ]
+            if number is not None:
+                return parts[0]
+            return Request.of_parts(parts, self.prompts.ids, self.input_ids, self.prompts.tokens, how)
         part, first = (slice(None), 0) if number is None else (slice(number, number + 1), number)
         allowed, given_ids, ids = self.allowed, self.prompts.ids[part], self.input_ids[part]
 
@@ -193,17 +265,44 @@ class Arguments:
         ) -> Prepared:
             return Prepared(logits_processor, stopping_criteria, generation_config, model_inputs)
 
+        processors = LogitsProcessorList(self.processors)
+        if any(self.penalties.values()):
+            processors.append(GeneratedTokenPenalties(ids.shape[1], *self.penalties.values()))
         prepared: Prepared = without_settings(target.model).generate(
             ids, attention_mask=self.attention_mask[part], generation_config=self.config,
-            logits_processor=self.processors, stopping_criteria=self.criteria,
+            logits_processor=processors, stopping_criteria=self.criteria,
             prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(first + n, sent)),
             custom_generate=taken, **self.options,
         )  # fmt: skip
         tokens = self.prompts.tokens[part]
         padding = [row[: len(row) - len(own)].tolist() for row, own in zip(ids, tokens, strict=True)]
-        return Request.of(target, given_ids, ids, tokens, padding, prepared, how)
+        request = Request.of(target, given_ids, ids, tokens, padding, prepared, how)
+
+        def of_other(prompt: list[int], own: Mapping[str, Any], how: RunOptions) -> Request:
+            return self.of_other(prompt, own, True).prepared(target, how)
+
+        return replace(request, of_other=of_other)
 
 
+def _by_prompt(lists: Mapping[str, Sequences[Any]], count: int) -> list[dict[str, Any]]:
+    """Returns the options of each prompt.
+
+    Raises:
+        ValueError: a list has another length.
+    """
+    for name, values in lists.items():
+        if len(values) != count:
+            raise ValueError(
+                f"{name} has {len(values)} values for {count} prompts; give one for each, or a single value"
+            )
+    if not lists:
+        return []
+    return [
+        {name: values[n] for name, values in lists.items() if values[n] is not None} for n in range(count)
+    ]
+
+
+_PROMPTS = ("input_ids", "attention_mask")
 # Parameters of transformers' generate that are no options of GenerationConfig.
 _PARAMETERS = (
     "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
@@ -226,6 +325,9 @@ class Request:
         processors, criteria, config, model_inputs: see :class:`Prepared`.
         how: the options of this package.
         pad_token: fills sequences that end before others.
+        parts: a request for each prompt alone, if the prompts have different options.
+        of_other: returns the request of another prompt with other options of ``PER_PROMPT``; None if
+            transformers has prepared the request.
     """
 
     given_ids: Tensor
@@ -241,6 +343,31 @@ class Request:
     model_inputs: Mapping[str, Any]
     how: RunOptions
     pad_token: int
+    parts: Sequences["Request"] = ()
+    of_other: Callable[[list[int], Mapping[str, Any], RunOptions], "Request"] | None = None
+
+    @property
+    def separate(self) -> Sequences["Request"]:
+        """Returns the requests that were prepared by themselves, of which this one consists."""
+        return self.parts or [self]
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Sequences["Request"],
+        given_ids: Tensor,
+        input_ids: Tensor,
+        prompts: list[list[int]],
+        how: RunOptions,
+    ) -> "Request":
+        """Returns the request of prompts with different options, from the request of each."""
+        sequences = [replace(part.sequences[0], number=number) for number, part in enumerate(parts)]
+        return replace(
+            parts[0], given_ids=given_ids, input_ids=input_ids, prompts=list(prompts),
+            new_tokens=max(part.new_tokens for part in parts),
+            outputs=frozenset().union(*(part.outputs for part in parts)), sequences=sequences, how=how,
+            parts=tuple(parts),
+        )  # fmt: skip
 
     @property
     def masked(self) -> bool:
@@ -284,6 +411,8 @@ class Request:
         outputs = {name for name in named if getattr(config, f"output_{name}")}
         if how.logprobs:
             outputs.add("logprobs")
+        for sequence in sequences:
+            sequence.outputs = frozenset(outputs)
         return cls(
             given_ids, input_ids, list(tokens), sequences[0].ending.max_new_tokens, frozenset(outputs),
             sequences, to_probs, *prepared, how, pad_token,
@@ -317,12 +446,29 @@ class Request:
         number: int = 0,
         seed: int | None = None,
         grammar: Grammar | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Sequence:
-        """Returns a sequence of another prompt, with the stop criteria of the call."""
+        """Returns a sequence of another prompt.
+
+        Args:
+            options: its options of ``PER_PROMPT``; None for those of the first prompt.
+
+        Raises:
+            ValueError: an option has a wrong value.
+        """
+        if options is not None:
+            assert self.of_other is not None, "prompts join the requests of Engine.generate"
+            own = {name: value for name, value in options.items() if name != "logprobs"}
+            how = RunOptions(
+                seeds=[seed], logprobs=bool(options.get("logprobs")), grammar=[grammar],
+                grammars=self.how.grammars,
+            )  # fmt: skip
+            [sequence] = self.of_other(prompt, {**own, "max_new_tokens": new_tokens}, how).sequences
+            return replace(sequence, number=number)
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
         ending = replace(ending, max_new_tokens=new_tokens)
         matcher = self.how.matcher(grammar, ending.stop_tokens)
-        return Sequence(prompt, ending, number, seed, matcher, self.to_probs)
+        return Sequence(prompt, ending, number, seed, matcher, self.to_probs, self.outputs)
 
 
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:

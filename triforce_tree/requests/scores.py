@@ -3,13 +3,15 @@
 They are computed from the logits of the forward that verified each token, so they need no extra forward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from triforce_tree.decoding.loop import Fresh
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.kernels.probs.masked import mask_logits
 from triforce_tree.requests.request import Request
 from triforce_tree.runtime.token_ids import id_tensor
@@ -32,16 +34,18 @@ class EmittedScores:
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._returned = torch.device("cpu") if on_host else request.given_ids.device
         # By name and sequence, [V] or [] of each token.
-        self._values: dict[str, list[list[Tensor]]] = {
-            name: [[] for _ in request.sequences] for name in request.outputs
-        }
-        self._texts = [id_tensor(prompt) for prompt in request.prompts]
+        self._values: dict[str, list[list[Tensor]]] = {name: [] for name in ("logits", "scores", "logprobs")}
+        self._wanted: list[frozenset[str]] = []
+        self._texts: list[Tensor] = []
+        for sequence in request.sequences:
+            self.begin(sequence)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Adds a sequence, which gets the next number."""
+    def begin(self, sequence: Sequence) -> None:
+        """Adds a sequence, whose number is the next one."""
         for kept in self._values.values():
             kept.append([])
-        self._texts.append(id_tensor(prompt))
+        self._wanted.append(sequence.outputs or frozenset())
+        self._texts.append(id_tensor(sequence.prompt))
 
     def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
         """Adds the tokens of a pass. If memory runs out, none of them is added.
@@ -50,6 +54,7 @@ class EmittedScores:
             fresh: the sequences that got new tokens, and these tokens.
             logits_of: returns the logits that the first n tokens were chosen by, fp32 ``[B, n, V]``.
         """
+        fresh = [(sequence, new) for sequence, new in fresh if self._wanted[sequence.number]]
         if not fresh:
             return
         logits = logits_of(max(len(new) for _, new in fresh))
@@ -60,9 +65,11 @@ class EmittedScores:
             known = self._texts[number].to(logits.device)
             text = texts[number] = torch.cat([known, torch.tensor(new, device=logits.device)])
             words = None
-            if "scores" in self._values and sequence.matcher is not None:
+            wanted = self._wanted[number]
+            if "scores" in wanted and sequence.matcher is not None:
                 words = sequence.matcher.masks_of_newest(new, own.shape[1]).to(own.device)
-            for name, kept in self._values.items():
+            for name in wanted:
+                kept = self._values[name]
                 result = self._result(name, own, text, words, sequence.to_probs)
                 parts.append((kept[number], result.to(self._device)))
         for own_values, part in parts:
@@ -72,8 +79,8 @@ class EmittedScores:
 
     def keep(self, number: int, values: Mapping[str, Tensor]) -> None:
         """Adds the values of a sequence's new tokens that were computed elsewhere, ``[n, V]`` or ``[n]``."""
-        for name, kept in self._values.items():
-            kept[number] += values[name].to(self._device).unbind()
+        for name in self._wanted[number]:
+            self._values[name][number] += values[name].to(self._device).unbind()
 
     def _result(
         self,
@@ -102,13 +109,14 @@ class EmittedScores:
         """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor
         ``[V]`` or ``[]`` per token.
         """
-        return {name: kept[b][len(kept[b]) - count :] for name, kept in self._values.items()}
+        return {name: self._values[name][b][len(self._values[name][b]) - count :] for name in self._wanted[b]}
 
-    def results(self, numbers: Sequence[int]) -> dict[str, Any]:
+    def results(self, numbers: Sequences[int]) -> dict[str, Any]:
         """Returns the output fields of these sequences by name, and removes the values of these sequences."""
         found: dict[str, Any] = {
             name: tuple(each.to(self._returned) for each in by_position([kept[n] for n in numbers]))
             for name, kept in self._values.items()
+            if any(name in self._wanted[n] for n in numbers)
         }
         for n in numbers:
             self._texts[n] = self._texts[n][:0]
@@ -117,7 +125,7 @@ class EmittedScores:
         return found
 
 
-def by_position(values: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
+def by_position(values: Sequences[list[Tensor]]) -> tuple[Tensor, ...]:
     """Returns ``[B, ...]`` for every position of the longest sequence; shorter sequences are filled with 0.
 
     ``values``, indexed by sequence and position, is emptied on the way, so that at most one position is in

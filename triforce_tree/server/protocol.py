@@ -5,11 +5,14 @@ Nothing here imports torch, so that the processes that read requests start quick
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MOST_TOP_LOGPROBS = 20
+# The largest bias of a token, and the most tokens that have one; the largest penalty for a generated token.
+_MOST_BIAS, _MOST_BIASED, _MOST_SUBTRACTED = 100.0, 4096, 2.0
+_MOST_WORDS = 256
 _MOST_CHOICES, _MOST_STOPS = 128, 4
 # Within these limits fp32 logits divided by a temperature and multiplied by a penalty neither overflow nor
 # underflow.
@@ -28,23 +31,16 @@ _WITHOUT_EFFECT = frozenset(
 # value null is accepted for every option.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
-    "bad_words": ([],),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "ignore_eos": (False,),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_token_ids": (False,),
@@ -52,7 +48,6 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "stream_reasoning": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -96,10 +91,13 @@ class StreamOptions:
 class Sampled:
     """The fields that chat and completion requests share.
 
-    ``temperature`` 0 means greedy decoding. ``top_k`` (0 or -1 means all tokens) and ``repetition_penalty``
-    are additions of other servers to OpenAI's API.
+    ``temperature`` 0 means greedy decoding. ``top_k`` (0 or -1 means all tokens) and others are additions of
+    vLLM to OpenAI's API; ``speculation`` is ours.
 
     Attributes:
+        logit_bias: (token id, bias).
+        bad_words: texts, and ``bad_word_ids`` their tokens, which the reader of the request finds.
+        speculation: the option of ``Engine.generate``; None for no limit.
         choices: number of texts per prompt.
         limit: most new tokens; None for the limit of the server.
         alternatives: number of most probable tokens to report for each token; None if the client wants no
@@ -111,6 +109,15 @@ class Sampled:
     top_p: float
     top_k: int
     repetition_penalty: float
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    min_tokens: int
+    bad_words: tuple[str, ...]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    stop_token_ids: tuple[int, ...]
+    speculation: Mapping[str, Any] | None
     choices: int
     seed: int | None
     stop_strings: tuple[str, ...]
@@ -119,15 +126,32 @@ class Sampled:
     limit: int | None
     alternatives: int | None
 
-    def sampling(self) -> dict[str, Any]:
-        """Returns the sampling options for ``Engine.generate``."""
+    def sampling(self, ends: Iterable[int] = ()) -> dict[str, Any]:
+        """Returns the sampling options for ``Engine.generate``.
+
+        Args:
+            ends: tokens that end texts of the model.
+        """
         options: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
             options = {
                 "do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+                "min_p": self.min_p or None,
             }  # fmt: skip
         if self.repetition_penalty != 1:
             options["repetition_penalty"] = self.repetition_penalty
+        if self.logit_bias:
+            options["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias}
+        if self.stop_token_ids:
+            options["eos_token_id"] = sorted({*ends, *self.stop_token_ids})
+        for name, value in (
+            ("frequency_penalty", self.frequency_penalty),
+            ("presence_penalty", self.presence_penalty),
+            ("min_new_tokens", self.min_tokens),
+            ("bad_words_ids", [list(ids) for ids in self.bad_word_ids]),
+        ):
+            if value:
+                options[name] = value
         return options
 
 
@@ -147,6 +171,7 @@ class CompletionRequest(Sampled):
     """``POST /v1/completions``. Each prompt is a text or a list of token ids."""
 
     prompts: list[str | list[int]]
+    echo: bool
 
 
 def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
@@ -165,13 +190,24 @@ def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
         older = fields.whole("max_tokens", None, 1)
         limit = fields.whole("max_completion_tokens", None, 1) or older
         messages = fields.messages()
+        fields.flag("echo", only=False)
         fields.end()
+        _check_least(shared["min_tokens"], limit)
         return ChatRequest(**shared, limit=limit, alternatives=top if shown else None, messages=messages)
     limit = fields.whole("max_tokens", 16, 1)
     alternatives = fields.whole("logprobs", None, 0, MOST_TOP_LOGPROBS)
-    prompts = fields.prompts()
+    prompts, echo = fields.prompts(), fields.flag("echo")
     fields.end()
-    return CompletionRequest(**shared, limit=limit, alternatives=alternatives, prompts=prompts)
+    _check_least(shared["min_tokens"], limit)
+    return CompletionRequest(**shared, limit=limit, alternatives=alternatives, prompts=prompts, echo=echo)
+
+
+def _check_least(least: int, most: int | None) -> None:
+    if most is not None and least > most:
+        raise RefusedError(
+            f"min_tokens={least} exceeds the limit of {most} new tokens; give less",
+            param="min_tokens",
+        )
 
 
 def error(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
@@ -211,9 +247,22 @@ class _Fields:
             "top_p": self._number("top_p", _LEAST, 1),
             "repetition_penalty": self._number("repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY),
             "top_k": max(0, self.whole("top_k", 0, -1)),
+            "min_p": self._number("min_p", 0, 1, default=0.0),
+            "frequency_penalty": self._number(
+                "frequency_penalty", -_MOST_SUBTRACTED, _MOST_SUBTRACTED, default=0.0
+            ),
+            "presence_penalty": self._number(
+                "presence_penalty", -_MOST_SUBTRACTED, _MOST_SUBTRACTED, default=0.0
+            ),
+            "logit_bias": self._biases(),
+            "min_tokens": self.whole("min_tokens", 0, 0),
+            "bad_words": self._texts("bad_words", _MOST_WORDS),
+            "bad_word_ids": (),
+            "stop_token_ids": self._token_ids("stop_token_ids", _MOST_WORDS),
+            "speculation": self._speculation(),
             "choices": self.whole("n", 1, 1, _MOST_CHOICES),
             "seed": self.whole("seed", None, 0, 2**63 - 1),
-            "stop_strings": self._stops(),
+            "stop_strings": self._texts("stop", _MOST_STOPS),
             "stream": self.flag("stream"),
             "stream_options": self._stream_options(),
         }
@@ -222,7 +271,13 @@ class _Fields:
                 "stream_options is given without a stream; leave it out, or set stream to true"
             )
         # Clients of completions send best_of with the value of n.
-        if _same(self._left.get("best_of"), fields["choices"]):
+        if "best_of" in self._left:
+            if not _same(self._left["best_of"], fields["choices"]):
+                raise _wrong(
+                    "best_of", self._left["best_of"],
+                    "is not supported, because the server returns every text that it draws; leave it out, and "
+                    "ask for so many by n",
+                )  # fmt: skip
             del self._left["best_of"]
         return fields
 
@@ -232,10 +287,13 @@ class _Fields:
             raise _wrong(name, value, f"must be a whole number from {least} to {most}")
         return value
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, only: bool | None = None) -> bool:
+        """Reads a switch; ``only``: the single value that is supported."""
         value = self._left.pop(name, False)
         if type(value) is not bool:
             raise _wrong(name, value, "must be true or false")
+        if only is not None and value is not only:
+            raise RefusedError(f"{name} is not supported for chats; leave it out", param=name)
         return value
 
     def messages(self) -> list[Any]:
@@ -284,23 +342,63 @@ class _Fields:
             raise _wrong(name, value, "must be a text")
         return value
 
-    def _number(self, name: str, least: float, most: float, zero: bool = False) -> float:
-        value = self._left.pop(name, 1.0)
+    def _number(
+        self, name: str, least: float, most: float, zero: bool = False, default: float = 1.0
+    ) -> float:
+        value = self._left.pop(name, default)
         within = type(value) in (int, float) and (least <= value <= most or (zero and value == 0))
         if not within:
             more = "0, or " if zero else ""
             raise _wrong(name, value, f"must be {more}a number from {least:g} to {most:g}")
         return float(value)
 
-    def _stops(self) -> tuple[str, ...]:
-        given = self._left.pop("stop", [])
+    def _texts(self, name: str, most: int) -> tuple[str, ...]:
+        given = self._left.pop(name, [])
         strings = [given] if isinstance(given, str) else given
-        if not isinstance(strings, list) or len(strings) > _MOST_STOPS:
-            raise _wrong("stop", given, f"must be a text, or a list of at most {_MOST_STOPS}")
+        if not isinstance(strings, list) or len(strings) > most:
+            raise _wrong(name, given, f"must be a text, or a list of at most {most}")
         for each in strings:
             if not isinstance(each, str) or not each or _halved(each):
-                raise _wrong("stop", each, "must be a text of whole characters that is not empty")
+                raise _wrong(name, each, "must be a text of whole characters that is not empty")
         return tuple(strings)
+
+    def _token_ids(self, name: str, most: int) -> tuple[int, ...]:
+        given = self._left.pop(name, [])
+        if not isinstance(given, list) or len(given) > most or any(type(each) is not int for each in given):
+            raise _wrong(name, given, f"must be a list of at most {most} token ids")
+        return tuple(given)
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        given = self._left.pop("logit_bias", {})
+        if not isinstance(given, dict) or len(given) > _MOST_BIASED:
+            raise _wrong("logit_bias", given, f"must be an object of at most {_MOST_BIASED} token ids")
+        biases = []
+        for token, bias in given.items():
+            within = type(bias) in (int, float) and -_MOST_BIAS <= bias <= _MOST_BIAS
+            if not re.fullmatch(r"[0-9]{1,18}", token, re.ASCII) or not within:
+                pair = f"{shown(token)}: {bias}" if type(bias) in (int, float) else shown(token)
+                raise RefusedError(
+                    f"logit_bias has {pair[:_SHOWN_CHARACTERS]}; give token ids with numbers from "
+                    f"{-_MOST_BIAS:g} to {_MOST_BIAS:g}",
+                    param="logit_bias",
+                )
+            biases.append((int(token), float(bias)))
+        return tuple(biases)
+
+    def _speculation(self) -> Mapping[str, Any] | None:
+        given = self._left.pop("speculation", None)
+        if given is None:
+            return None
+        if given == "off":
+            return {"levels": 1}
+        if not isinstance(given, dict):
+            raise _wrong(
+                "speculation", given, 'must be "off", or an object such as {"levels": 2, "length": 8}'
+            )
+        options = _Fields(given)
+        found = {"levels": options.whole("levels", 3, 1, 3), "length": options.whole("length", None, 1)}
+        options.end()
+        return found
 
     def _stream_options(self) -> StreamOptions | None:
         given = self._left.pop("stream_options", None)

@@ -1,5 +1,6 @@
 """Converts request bodies to token ids by JSON, chat template and tokenizer. Nothing here imports torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,7 @@ class Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> None:
         self._texts, self._sizes = TokenizedTexts(tokenizer, _REMEMBERED), sizes
+        self._tokenizer = tokenizer
         self._template = str(getattr(tokenizer, "chat_template", None))
 
     def read(self, body: bytes, chat: bool) -> Read:
@@ -83,6 +85,8 @@ class Reader:
             raise RefusedError(
                 f"{texts} texts are more than the {sizes.texts} that may wait here; ask for fewer at once"
             )
+        self._check_tokens([*asked.stop_token_ids, *(token for token, _ in asked.logit_bias)])
+        asked = replace(asked, bad_word_ids=self._words(asked.bad_words))
         prompts = [np.array(self._ids(prompt, chat), np.int64) for prompt in asked.prompts]
         if isinstance(asked, ChatRequest):
             return Read(replace(asked, messages=[]), prompts)
@@ -97,12 +101,30 @@ class Reader:
             ids = encoded(self._texts, prompt, self._sizes.positions)
         if not ids:
             raise RefusedError("a prompt is empty; give at least one token")
-        least, most = min(ids), max(ids)
+        self._check_tokens(ids)
+        return ids
+
+    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of words, at the beginning of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            first, after = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+                for prefix in ("", " ")
+            )
+            found[first] = None
+            # Some tokenizers write the space as a token of its own, and others ignore it.
+            if len(after) == len(first) and after[:1] != first[:1]:
+                found[after] = None
+        return tuple(ids for ids in found if ids)
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        """Raises RefusedError if a token is not in the vocabulary."""
+        least, most = min(ids, default=0), max(ids, default=0)
         if least < 0 or most >= self._sizes.vocabulary:
             worst = most if most >= self._sizes.vocabulary else least
             what = str(worst) if abs(worst) < 10**18 else "of many digits"
             raise RefusedError(f"token id {what} lies outside the vocabulary of {self._sizes.vocabulary}")
-        return ids
 
     def _check_keys(self, chat: list[dict[str, Any]]) -> None:
         """Raises RefusedError if a message has a key that the chat template does not read."""

@@ -106,12 +106,12 @@ def _completion_logprobs(entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
     return {
         "tokens": [each.chosen.text for each in entries],
         "token_logprobs": [each.chosen.logprob for each in entries],
-        "top_logprobs": [_by_text(each) for each in entries],
+        "top_logprobs": [None if each.chosen.logprob is None else _by_text(each) for each in entries],
         "text_offset": [each.offset for each in entries],
     }
 
 
-def _by_text(entry: TokenLogprobs) -> dict[str, float]:
+def _by_text(entry: TokenLogprobs) -> dict[str, float | None]:
     """Returns the log-probabilities of the chosen token and of the most probable tokens, by text.
 
     If a text is already used, because several tokens have it, the key is ``token_id:ID``.
@@ -155,6 +155,8 @@ def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
     targets = [output.levels[-1] for output in outputs if output is not None and output.levels]
     accepted = sum(level.accepted for level in targets)
     prompt = sum(prompts.values())
+    limits = [sequence.speculation for sequence in sequences if sequence.speculation is not None]
+    more = {"speculation": {**limits[0], "passes": sum(each.forwards for each in targets)}} if limits else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
@@ -163,6 +165,7 @@ def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(level.proposed for level in targets) - accepted,
         },
+        **more,
     }
 
 

@@ -1,8 +1,8 @@
 """A bounded queue of sequences, and the thread that decodes them in batches.
 
 An engine decodes one batch at a time, because all batches use its buffers. A batch begins with the oldest
-sequence that waits, and with all others that have the same settings, as far as ``Limits`` allows. Later
-sequences with these settings join it between two passes. At most ``Limits.batch`` of them may begin before a
+sequence that waits, and with all others that allow the same drafts, as far as ``Limits`` allows. Later ones
+join it between two passes. At most ``Limits.batch`` of them may begin before a
 sequence with other settings that came earlier. If a batch fails, each of its sequences whose text nobody has
 seen yet is decoded again, alone.
 """
@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
+from triforce_tree.check.own_forward import alternatives
 from triforce_tree.engine import Engine
 from triforce_tree.grammar import Grammar
 from triforce_tree.requests.joining import Fits, Joined
@@ -58,8 +59,9 @@ class ServedText:
 
     Attributes:
         prompt: token ids.
-        settings: options of ``generate``. Sequences can be decoded together if all options except
-            ``max_new_tokens`` and ``grammar`` are equal.
+        settings: options of ``generate``, which may differ from those of sequences beside it.
+        speculation: what its drafts may be, which is the same for all sequences of a batch.
+        echo: whether its text begins with that of the prompt.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
         levels: whether to report what proposed each new token.
@@ -82,6 +84,8 @@ class ServedText:
     seed: int | None = None
     alternatives: int = 0
     levels: bool = False
+    speculation: Mapping[str, Any] | None = None
+    echo: bool = False
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
@@ -90,6 +94,12 @@ class ServedText:
     alone: bool = False
     began: float = field(default_factory=time.monotonic)
     waited: float = 0.0
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Returns the settings that ``Joined.options`` has."""
+        own = ("max_new_tokens", "grammar")
+        return {name: value for name, value in self.settings.items() if name not in own}
 
     @property
     def complete(self) -> bool:
@@ -105,9 +115,10 @@ class ServedText:
         return getattr(self.output, name)
 
 
-def _settings(sequence: ServedText, *own: str) -> dict[str, Any]:
-    """Returns the settings but the grammar and ``own``."""
-    return {name: value for name, value in sequence.settings.items() if name not in ("grammar", *own)}
+def _by_name(sequences: Sequences[ServedText]) -> dict[str, Any]:
+    """Returns the settings of sequences, without their grammars: by name, a list of the values or None."""
+    names = dict.fromkeys(name for sequence in sequences for name in sequence.settings if name != "grammar")
+    return {name: [sequence.settings.get(name) for sequence in sequences] for name in names}
 
 
 def _grammar(sequence: ServedText) -> Grammar | None:
@@ -171,7 +182,6 @@ class _Batch:
     Attributes:
         running: its sequences that have not ended, by number, in the order in which they began.
         overtaken: number of sequences that began before a sequence that came earlier.
-        masked: whether one of its first sequences has a grammar, so that others with a grammar may join.
         tokens: see ``Joining``.
     """
 
@@ -180,7 +190,6 @@ class _Batch:
         self.tokens: int | None = scheduler.limits.batch_tokens
         self.running: dict[int, ServedText] = {}
         self.overtaken = 0
-        self.masked = any(_grammar(sequence) is not None for sequence in sequences)
         for sequence in sequences:
             self.add(sequence)
 
@@ -195,8 +204,10 @@ class _Batch:
         sequence = self._scheduler.joining(self, fits)
         if sequence is None:
             return None
-        limit = sequence.settings["max_new_tokens"]
-        return Joined(sequence.prompt, limit, _own_stream(sequence), sequence.seed, _grammar(sequence))
+        return Joined(
+            sequence.prompt, sequence.settings["max_new_tokens"], _own_stream(sequence), sequence.seed,
+            _grammar(sequence), sequence.options,
+        )  # fmt: skip
 
     def ended(self, number: int, output: GenerateOutput) -> None:
         sequence = self.running.pop(number)
@@ -319,22 +330,18 @@ class Scheduler:
         return not batch or (
             tokens <= self.limits.batch_tokens
             and len(batch) < self.limits.batch
-            and _settings(sequence) == _settings(batch[0])
+            and sequence.speculation == batch[0].speculation
             and not (sequence.alone or batch[0].alone)
         )
 
-    def _joins(self, sequence: ServedText, running: list[ServedText], masked: bool, fits: Fits) -> bool:
-        """Returns whether a sequence can be decoded together with the running ones.
-
-        Args:
-            masked: see :class:`_Batch`.
-        """
+    def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
+        """Returns whether a sequence can be decoded together with the running ones."""
         return (
             0 < len(running) < self.limits.batch
             and not (sequence.alone or running[0].alone)
-            and (masked or _grammar(sequence) is None)
-            and _settings(sequence, "max_new_tokens") == _settings(running[0], "max_new_tokens")
-            and fits(sequence.prompt, sequence.settings["max_new_tokens"])
+            and sequence.speculation == running[0].speculation
+            and not sequence.echo
+            and fits(sequence.prompt, sequence.settings["max_new_tokens"], sequence.options)
         )
 
     def _begin(self, sequence: ServedText) -> None:
@@ -343,7 +350,7 @@ class Scheduler:
         sequence.end_waiting()
         sequence.stream = TextStream(
             tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives,
-            partial(self._passed, sequence), sequence.levels,
+            partial(self._passed, sequence), sequence.levels, sequence.settings.get("min_new_tokens") or 0,
         )  # fmt: skip
         self.running += 1
 
@@ -352,7 +359,7 @@ class Scheduler:
         with self._changed:
             running = list(batch.running.values())
             for sequence in self._queue:
-                if not sequence.cancelled and self._joins(sequence, running, batch.masked, fits):
+                if not sequence.cancelled and self._joins(sequence, running, fits):
                     running.append(sequence)
             return len(running)
 
@@ -367,7 +374,7 @@ class Scheduler:
             for sequence in self._queue:
                 if sequence.cancelled:
                     continue
-                if self._joins(sequence, running, batch.masked, fits):
+                if self._joins(sequence, running, fits):
                     batch.overtaken += waits
                     self._queue.remove(sequence)
                     batch.add(sequence)
@@ -378,6 +385,15 @@ class Scheduler:
                     return None
             return None
 
+    def _echo(self, sequence: ServedText) -> None:
+        """Begins the text of a sequence with its prompt, and the log-probabilities of it if they are wanted."""
+        scores = None
+        if sequence.settings.get("logprobs"):
+            with self.engine.generation():
+                scores = alternatives(self.engine, sequence.prompt, sequence.alternatives)
+        assert sequence.stream is not None
+        sequence.stream.echo(sequence.prompt, scores)
+
     def _decode(self, batch: _Batch) -> None:
         given = list(batch.running.values())
 
@@ -387,6 +403,9 @@ class Scheduler:
 
         error: BaseException | None = None
         try:
+            for sequence in given:
+                if sequence.echo:
+                    self._echo(sequence)
             self.engine.generate(
                 [sequence.prompt for sequence in given],
                 streamer=[_own_stream(sequence) for sequence in given],
@@ -394,7 +413,8 @@ class Scheduler:
                 seed=[sequence.seed for sequence in given],
                 max_batch=self.limits.batch,
                 joining=batch,
-                **_settings(given[0]),
+                speculation=given[0].speculation,
+                **_by_name(given),
                 grammar=[_grammar(sequence) for sequence in given],
             )
         except _NobodyWaitsError:

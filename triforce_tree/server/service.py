@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from triforce_tree.engine import Engine
 from triforce_tree.server.errors import client_message
 from triforce_tree.server.metrics import Metrics
-from triforce_tree.server.protocol import RefusedError, error
+from triforce_tree.server.protocol import CompletionRequest, RefusedError, error
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Asked, Ids
 from triforce_tree.server.replies import Reply, outputs_wanted, with_levels
@@ -122,8 +123,10 @@ class Service:
                 target.check_length(len(ids), new)
             except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
+            own = target.model.generation_config.eos_token_id
+            ends = [] if own is None else torch.as_tensor(own).flatten().tolist()
             settings = {
-                "max_new_tokens": new, **asked.sampling(), **outputs_wanted(asked.alternatives),
+                "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
             }  # fmt: skip
             for number in range(asked.choices):
                 # The choices of a request with a seed differ from each other, and are reproducible.
@@ -131,6 +134,8 @@ class Service:
                 sequence = ServedText(
                     ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0,
                     asked.stream_options is not None and asked.stream_options.include_levels,
+                    speculation=asked.speculation,
+                    echo=isinstance(asked, CompletionRequest) and asked.echo,
                 )  # fmt: skip
                 sequence.emit = partial(emit, len(sequences), sequence)
                 sequences.append(sequence)

@@ -18,7 +18,7 @@ LEAST_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token and its log-probability, which is at least ``LEAST_LOGPROB``.
+    """A token and its log-probability, which is at least ``LEAST_LOGPROB``, or None for the first of a text.
 
     Attributes:
         token: the token id.
@@ -30,7 +30,7 @@ class ScoredToken(NamedTuple):
     token: int
     text: str
     bytes: bytes | None
-    logprob: float
+    logprob: float | None
 
 
 class TokenLogprobs(NamedTuple):
@@ -73,6 +73,7 @@ class TextStream(TokenStreamer):
         passed: called after each pass with the number of its new tokens, and the seconds since the pass
             before it; None for the first one.
         wants_origins: whether :meth:`take_levels` is called.
+        least: number of new tokens whose text may have stop strings without ending.
 
     Attributes:
         text: the text that was emitted so far.
@@ -91,12 +92,14 @@ class TextStream(TokenStreamer):
         alternatives: int = 0,
         passed: Callable[[int, float | None], None] = lambda tokens, seconds: None,
         wants_origins: bool = False,
+        least: int = 0,
     ) -> None:
         self._passed, self.wants_origins = passed, wants_origins
         self._origins: list[str] = []
         self._levels: list[LevelText] = []
         self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
         self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
+        self._least, self._echoed = least, 0
         self._new = NewText(self._vocabulary, (), (), self._stop)
         self.text, self.count = "", 0
         self.first: float | None = None
@@ -111,7 +114,26 @@ class TextStream(TokenStreamer):
         return self._new.stopped
 
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
-        self._new = NewText(self._vocabulary, tokens, end_tokens, self._stop)
+        self._new = NewText(self._vocabulary, tokens, end_tokens, () if self._least else self._stop)
+
+    def echo(
+        self, prompt: Sequence[int], scores: Sequence[tuple[float, list[tuple[int, float]]]] | None
+    ) -> None:
+        """Begins the text with that of the prompt.
+
+        Args:
+            scores: the log-probability of each token from the second on, and the most probable tokens in its
+                place with theirs; None if the client wants none.
+        """
+        self._new, pieces = NewText(self._vocabulary, ()), []
+        for place, token in enumerate(prompt):
+            if scores is not None:
+                own, best = scores[place - 1] if place else (None, [])
+                self.logprobs.append(self._scored(token, own, best))
+            pieces.append(self._new.put(token))
+        text = "".join([*pieces, self._new.end()])
+        self._send(text)
+        self._echoed = len(text)
 
     def put_origins(self, names: Sequence[str]) -> None:
         self._origins = list(names)
@@ -124,6 +146,8 @@ class TextStream(TokenStreamer):
             # Tokens that the same pass emitted after a stop string are not part of the reply.
             if self.stopped:
                 break
+            if self.count == self._least > 0:
+                self._new.search(self._stop)
             self.count += 1
             if scores is not None:
                 self.logprobs.append(self._scored(token, *scores))
@@ -182,16 +206,16 @@ class TextStream(TokenStreamer):
         coming, self._coming = self._coming, []
         return [*coming] or [None] * count
 
-    def _scored(self, token: int, logprob: float, best: list[tuple[int, float]]) -> TokenLogprobs:
-        def scored(token: int, value: float) -> ScoredToken:
-            # The comparison is false for NaN, which is replaced too.
-            return ScoredToken(
-                token, *self._new.spelled(token), value if value >= LEAST_LOGPROB else LEAST_LOGPROB
-            )
+    def _scored(self, token: int, logprob: float | None, best: list[tuple[int, float]]) -> TokenLogprobs:
+        def scored(token: int, value: float | None) -> ScoredToken:
+            if value is not None:
+                # The comparison is false for NaN, which is replaced too.
+                value = value if value >= LEAST_LOGPROB else LEAST_LOGPROB
+            return ScoredToken(token, *self._new.spelled(token), value)
 
         # The chosen token keeps one value: the log-softmax here may differ from it in the last bits.
         alternatives = [scored(other, logprob if other == token else value) for other, value in best]
-        return TokenLogprobs(scored(token, logprob), alternatives, self._new.length)
+        return TokenLogprobs(scored(token, logprob), alternatives, self._echoed + self._new.length)
 
     def _send(self, text: str) -> None:
         if text:

@@ -82,6 +82,10 @@ class NewText:
         """The number of characters so far, including those not returned yet, without incomplete ones."""
         return self._length if self._clean_up is None else self._clean_up.length
 
+    def search(self, stop: Sequence[str]) -> None:
+        """Searches the text of later tokens for stop strings."""
+        self._matcher = StopMatcher(stop) if stop else None
+
     def hidden(self, token: int) -> bool:
         """Returns whether a token has no text."""
         return token in self._ends or self._vocabulary.token(token).special

@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
+# Larger numbers of tokens are like this one, which fits into a buffer.
+_LARGEST = 2**62
+
 
 class GeneratedTokenPenalties(LogitsProcessor):
     """Subtracts from the score of each token that was generated before: ``presence``, and ``frequency`` times
@@ -21,6 +24,8 @@ class GeneratedTokenPenalties(LogitsProcessor):
     Args:
         prompt_tokens: tokens of the prompt, padding included.
     """
+
+    keeps_state = False
 
     def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
         self.prompt_tokens, self.frequency, self.presence = prompt_tokens, frequency, presence
@@ -130,7 +135,8 @@ def _least(options: SamplingOptions, least: int, processor: Any) -> SamplingOpti
     stops = tuple(processor.eos_token_id.flatten().tolist())
     if options.stops not in ((), stops):
         return None
-    return replace(options, least_tokens=max(options.least_tokens, least), stops=stops)
+    least = min(max(options.least_tokens, least), _LARGEST)
+    return replace(options, least_tokens=least, stops=stops)
 
 
 def _least_length(options: SamplingOptions, given: _Given) -> SamplingOptions | None:
@@ -164,7 +170,7 @@ def _truncation(name: str) -> _Reader:
         processor = given.processor
         if processor.filter_value != -torch.inf or processor.min_tokens_to_keep != 1:
             return None
-        found: SamplingOptions = replace(options, **{name: getattr(processor, name)})
+        found: SamplingOptions = replace(options, **{name: min(getattr(processor, name), _LARGEST)})
         return found
 
     return read

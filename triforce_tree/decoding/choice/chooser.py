@@ -14,7 +14,7 @@ from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.policy.costs import KnownCosts, PassCosts
 from triforce_tree.policy.estimates import Estimates
 from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
-from triforce_tree.policy.passes import PassKind
+from triforce_tree.policy.passes import PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -44,13 +44,19 @@ class PassChooser:
             follow alone. Otherwise it also follows from times measured while decoding, and from what earlier
             requests to the program that were not repeatable have learnt.
         known: the costs of the program's stages; None if all its passes are alike.
+        limit: what passes may draft at most; None for no limit.
 
     Attributes:
         policy: makes the choices.
     """
 
     def __init__(
-        self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, known: KnownCosts | None
+        self,
+        program: DecodingProgram,
+        to_probs: ProbsFromLogits,
+        repeatable: bool,
+        known: KnownCosts | None,
+        limit: SpeculationLimit | None = None,
     ) -> None:
         self._program, self._to_probs = program, to_probs
         passes = PassLevels(
@@ -63,7 +69,7 @@ class PassChooser:
         if self._learns:
             # The choice of a repeatable request must not depend on which stages are there already.
             learnt, waiting = self._learnt(passes), program.held_back()
-        self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting)
+        self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting, limit)
         self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
         self._sent: _Timed | None = None
         self._others = False  # whether passes had stages of other sampling options
