@@ -95,10 +95,10 @@ SOMETHING: dict[str, list[Any]] = {
     "echo": [True, 0, ""],
     "suffix": ["end", [], False, 0],
     "best_of": [0, 2, True, False],
-    "frequency_penalty": [0.5, False, "0", []],
+    "frequency_penalty": [2.5, False, "0", []],
     "include_reasoning": [False],
     "length_penalty": [0, True],
-    "min_tokens": [3, False],
+    "min_tokens": [-3, False],
     "unknown": [False, 0, "", [], {}, 0.0],
     "reasoning_effort": ["low", "none"],
     "response_format": [{"type": "json_object"}, {}, False],
@@ -120,7 +120,9 @@ def test_values_that_ask_for_nothing_are_taken(reader: Reader) -> None:
 @pytest.mark.parametrize("name", SOMETHING)
 def test_values_that_ask_for_something_are_refused(reader: Reader, name: str) -> None:
     for value in SOMETHING[name]:
-        assert f"{name} is not supported" in refused(reader, True, **{name: value})
+        said = refused(reader, True, **{name: value})
+        assert said.startswith(name)
+        assert "not supported" in said or "must be" in said
 
 
 def test_a_last_answer_is_continued_and_other_wishes_are_refused(reader: Reader) -> None:

@@ -275,8 +275,8 @@ class _Fields:
             if not _same(self._left["best_of"], fields["choices"]):
                 raise _wrong(
                     "best_of", self._left["best_of"],
-                    "is not supported, because the server returns every text that it draws; leave it out, and "
-                    "ask for so many by n",
+                    "is not supported, because the server returns every text that it draws; leave it out, "
+                    "and ask for so many by n",
                 )  # fmt: skip
             del self._left["best_of"]
         return fields

@@ -386,7 +386,7 @@ class Scheduler:
             return None
 
     def _echo(self, sequence: ServedText) -> None:
-        """Begins the text of a sequence with its prompt, and the log-probabilities of it if they are wanted."""
+        """Begins the text of a sequence with its prompt, with log-probabilities if they are wanted."""
         scores = None
         if sequence.settings.get("logprobs"):
             with self.engine.generation():
