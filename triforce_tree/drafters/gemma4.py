@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.published import difference
 from triforce_tree.drafters.token_map import ABSENT
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.reference import tree_attention
@@ -32,8 +33,6 @@ from triforce_tree.trees.shapes import Shape, other_shapes
 from triforce_tree.verify.probs import Sampler
 
 _TREE = "best-first:4,4,4,3"
-# Relative difference of outputs that rounding explains.
-_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _CHECKED = 5  # positions
 
 
@@ -132,8 +131,7 @@ class Gemma4Assistant(Drafter):
         theirs = network.reference(embedded, hidden, ends, slots)
         kept = ours[0] > ABSENT
         for one, other in ((ours[0][kept], theirs[0][kept]), (ours[1], theirs[1])):
-            error = float((one.float() - other.float()).norm() / other.float().norm())
-            if not error <= _MOST_ERROR[target.dtype]:
+            if error := difference(one, other, target.dtype):
                 raise RuntimeError(
                     f"the assistant in {str(self.folder)!r} computes what differs from transformers' own "
                     f"forward by {error:.1%}; please report this with its config.json"

@@ -26,6 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from triforce_tree.drafters.heads.mtp import MtpNetwork
 from triforce_tree.drafters.heads.pairs import DEFAULT_TREE, SINKS, WINDOW, PairDrafter
+from triforce_tree.drafters.heads.published import ROPES
 from triforce_tree.loading.gguf_header import is_gguf
 from triforce_tree.loading.model_folder import downloaded, in_one_line, weight_names
 from triforce_tree.models.model_copy import text_decoder
@@ -48,8 +49,6 @@ _TABLES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "embed_tokens.weight": lambda model: model.get_input_embeddings(),
     "shared_head.head.weight": lambda model: model.get_output_embeddings(),
 }
-# Rotary embeddings whose frequencies do not depend on the length of the sequence.
-_ROPES = ("default", "linear", "llama3", "yarn")
 _SCALE = "_scale_inv"
 _MOST_NAMED = 4
 # The default tree and another, on a CPU and on a GPU: a CPU verifies few tokens at once, and so does a GPU of
@@ -253,7 +252,7 @@ def _with_mtp(config: PreTrainedConfig, tensors: dict[str, Path], source: str) -
         )
     rope = getattr(text, "rope_parameters", None) or {}
     for part in filter(lambda part: isinstance(part, dict), (rope, *rope.values())):
-        if (kind := part.get("rope_type", "default")) not in _ROPES:
+        if (kind := part.get("rope_type", "default")) not in ROPES:
             raise ValueError(
                 f"the MTP layers of {source} rotate by rope_type={kind!r}, which may depend on the length of "
                 f"the text and is not supported; {_REMEDY}"

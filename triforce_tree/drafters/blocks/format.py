@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from triforce_tree.drafters.heads.published import check_field, layers_of
 from triforce_tree.drafters.registry import CONFIG, MASK_EMBEDDING, MUSE, settings
 
 # Fields that change nothing in the computation, or only repeat what other fields or the tensors say. The
@@ -55,16 +56,11 @@ _OF_DFLASH2 = (
 # Fields that may have some values only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "attention_mode": lambda value: value in ("gqa", "mha"),
-    "hidden_act": lambda value: value in ("silu", "swish"),
     "is_neox_style": lambda value: value is True,
-    "logit_scale": lambda value: value == 1,
-    "partial_rotary_factor": lambda value: value == 1,
     "projector_type": lambda value: value in ("dflash", "dspark"),
     "rope_is_neox_style": lambda value: value is True,
 }
 _SLIDING = "sliding_attention"
-# Rotary embeddings whose frequencies do not depend on the length of the sequence.
-_ROPES = ("default", "linear", "llama3", "yarn")
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
 _KNOWN = ("DFlashDraftModel", _DFLASH2, *_DSPARK, "DFlashSpeculator", "MuseGlimmerAssistantModel")
@@ -167,8 +163,9 @@ class _Reader:
         self.second = _DFLASH2 in names
         self.fields = self._flat()
         self.spark = any(name in _DSPARK for name in names) or self.fields.get("projector_type") == "dspark"
+        known = _WITHOUT_EFFECT | _READ | frozenset(_OF_DFLASH2 if self.second else ())
         for name, value in self.fields.items():
-            self._check(name, value)
+            check_field(folder, name, value, known, _FIXED)
         self.layers = self._layers()
         if self.muse:
             self.fields = self.layers.to_dict()
@@ -211,18 +208,6 @@ class _Reader:
                 flat[name] = value
         return flat
 
-    def _check(self, name: str, value: object) -> None:
-        if name in _WITHOUT_EFFECT or name in _READ or (name in _OF_DFLASH2 and self.second):
-            return
-        if (allowed := _FIXED.get(name)) is not None:
-            if not allowed(value):
-                raise ValueError(f"{name}={value!r} in {self.path!r} is not supported")
-        elif value is not False:
-            raise ValueError(
-                f"{self.path!r} has the field {name}={value!r}, which is not known and may change what the "
-                "drafter computes; remove the field if it has no effect"
-            )
-
     def _layers(self) -> Any:
         fields = self.fields
         given = fields if self.muse else {name: fields[name] for name in _LAYER if name in fields}
@@ -244,17 +229,7 @@ class _Reader:
             )
         if kind not in CONFIG_MAPPING:
             raise ValueError(f"the drafter in {self.folder!r} needs a newer transformers, which has {kind}")
-        try:
-            layers: Any = CONFIG_MAPPING[kind](**given)
-            rope = layers.rope_parameters["rope_type"]
-        except Exception as error:  # third-party code may raise anything on values of unknown origin
-            why = " ".join(str(error).split())[:160]
-            raise ValueError(f"config.json in {self.folder!r} cannot be used ({why})") from error
-        if rope not in _ROPES:
-            raise ValueError(
-                f"rope_type={rope!r} in {self.folder!r} is not supported; known are {', '.join(_ROPES)}"
-            )
-        return layers
+        return layers_of(Path(self.folder), kind, given)
 
     def _sliding(self) -> list[int | None]:
         """Returns the window of each layer as the configuration names it; None for full attention."""

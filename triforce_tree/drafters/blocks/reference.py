@@ -11,9 +11,8 @@ from triforce_tree.drafters.blocks.format import BlockFormat
 from triforce_tree.drafters.blocks.network import BlockNetwork, near
 from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.heads.published import difference
 
-# Relative difference that rounding explains.
-_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 # Positions before the block that is compared.
 _BEFORE = 5
 
@@ -187,8 +186,7 @@ def check_network(
 
 
 def _compare(weights: HeadWeights, what: str, ours: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
-    error = float((ours - plain).norm() / plain.norm())
-    if not error <= _MOST_ERROR[dtype]:
+    if error := difference(ours, plain, dtype):
         raise RuntimeError(
             f"the drafter in {str(weights.folder)!r} computes {what} that differ from those of the plain "
             f"reference by {error:.1%}; please report this with its config.json"

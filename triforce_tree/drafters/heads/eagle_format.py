@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
+from triforce_tree.drafters.heads.published import check_field, layers_of
 from triforce_tree.drafters.registry import CONFIG, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
@@ -33,16 +32,13 @@ _READ = frozenset([
     "eagle_aux_hidden_state_layer_ids", "eagle_config", "head_dim", "hidden_size", "intermediate_size",
     "layer_types", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
     "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size", "transformer_layer_config",
-    "use_sliding_window",
+    "use_sliding_window", *_SWITCHES,
 ])  # fmt: skip
 # Names of the mask token of P-EAGLE heads.
 _PARALLEL = ("mask_token_id", "ptd_token_id", "pard_token")
 # Fields that may have one value only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
-    "hidden_act": lambda value: value in ("silu", "swish"),
     "num_hidden_layers": lambda value: value == 1,
-    "partial_rotary_factor": lambda value: value == 1,
-    "logit_scale": lambda value: value == 1,
 }
 
 
@@ -102,7 +98,7 @@ def eagle_format(folder: Path) -> EagleFormat:
     if kind != "eagle3":
         raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
     for name, value in {**config, **fields}.items():
-        _check_field(folder, name, value)
+        check_field(folder, name, value, _WITHOUT_EFFECT | _READ, _FIXED)
     inner: Any = config.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise ValueError(
@@ -123,19 +119,6 @@ def eagle_format(folder: Path) -> EagleFormat:
     )  # fmt: skip
 
 
-def _check_field(folder: Path, name: str, value: object) -> None:
-    if name in _WITHOUT_EFFECT or name in _READ or name in _SWITCHES or value is None or value is False:
-        return
-    if (allowed := _FIXED.get(name)) is not None:
-        if not allowed(value):
-            raise ValueError(f"{name}={value!r} in {str(folder / CONFIG)!r} is not supported")
-        return
-    raise ValueError(
-        f"{str(folder / CONFIG)!r} has the field {name}={value!r}, which is not known and may change what "
-        "the head computes; remove the field if it has no effect"
-    )
-
-
 def _layer(folder: Path, fields: Mapping[str, Any]) -> Any:
     family = fields.get("model_type", "llama")
     if family not in _FAMILIES:
@@ -143,11 +126,7 @@ def _layer(folder: Path, fields: Mapping[str, Any]) -> Any:
             f"the layer of the head in {str(folder)!r} is of the family {family!r}; supported are layers of "
             f"{', '.join(_FAMILIES)}"
         )
-    try:
-        return CONFIG_MAPPING[family](**{**fields, "num_hidden_layers": 1, "layer_types": None})
-    except Exception as error:  # third-party code may raise anything on values of unknown origin
-        why = " ".join(str(error).split())[:160]
-        raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
+    return layers_of(folder, family, {**fields, "num_hidden_layers": 1, "layer_types": None})
 
 
 def _sliding_window(layer: Any, fields: Mapping[str, Any]) -> int | None:

@@ -12,13 +12,9 @@ from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
 from triforce_tree.drafters.heads.eagle_reference import reference_logits
 from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.heads.published import difference
 from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.token_map import ABSENT
-
-# Rotary embeddings whose frequencies do not depend on the length of the sequence.
-_ROPES = ("default", "linear", "llama3", "yarn")
-# Relative difference of logits that rounding explains.
-_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class EagleLayer:
@@ -37,8 +33,7 @@ class EagleLayer:
         The attributes are those of ``PairNetwork`` in ``heads/pairs.py``, with one layer.
 
     Raises:
-        ValueError: weights are missing, have other shapes, or would not be used, or the rotary embedding is
-            not supported.
+        ValueError: weights are missing, have other shapes, or would not be used.
     """
 
     layers = 1
@@ -127,11 +122,6 @@ class EagleLayer:
         weights.refuse_unused(("t2d",))
         self.weight_bytes = sum(held.values())
         self.weight_bytes += 0 if self._drafted is None else self._drafted.nbytes
-        rope = llama.rope_parameters["rope_type"]
-        if rope not in _ROPES:
-            raise ValueError(
-                f"rope_type={rope!r} in {str(folder)!r} is not supported; known are {', '.join(_ROPES)}"
-            )
         self._rotary = LlamaRotaryEmbedding(llama).to(device)
         tokens = torch.arange(3, device=device)[None] % vocabulary
         self._check(weights, tokens, size, None if "lm_head.weight" in weights else head)
@@ -162,8 +152,7 @@ class EagleLayer:
             plain = self._drafted.target_logits(plain.to(device)).cpu()
             kept = plain > ABSENT
             ours, plain = ours[kept], plain[kept]
-        error = float((ours - plain).norm() / plain.norm())
-        if not error <= _MOST_ERROR[self.fc.dtype]:
+        if error := difference(ours, plain, self.dtype):
             raise RuntimeError(
                 f"the head in {str(weights.folder)!r} computes logits that differ from those of the plain "
                 f"reference by {error:.1%}; please report this with the head's config.json"
