@@ -18,7 +18,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.connections import Connection
 from triforce_tree.server.graceful import GracefulServer
-from triforce_tree.server.replies import Reply
+from triforce_tree.server.replies import ChatReply
 
 BODY = json.dumps({"model": NAME, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
 
@@ -264,7 +264,7 @@ def test_errors_of_a_reply_are_told_by_an_identifier(
     def fails(*_: object, **__: object) -> None:
         raise ValueError("somebody else")
 
-    monkeypatch.setattr(Reply, "last" if stream else "whole", fails)
+    monkeypatch.setattr(ChatReply, "last" if stream else "whole", fails)
     with caplog.at_level(logging.ERROR, "triforce_tree.server"), pytest.raises(openai.APIError) as raised:
         list(client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2, stream=stream))
     check_told(raised.value, caplog)

@@ -105,7 +105,7 @@ def _kept(logger: str) -> Iterator[list[str]]:
 
 
 def test_an_idle_server_logs_no_throughput(engine: Engine) -> None:
-    metrics = Metrics()
+    metrics = Metrics("model")
     scheduler = Scheduler(engine, Limits(), metrics.ended, metrics.passed)
 
     async def idle_then_busy() -> int:

@@ -8,8 +8,8 @@ import pytest
 from tests.support.processes.served import NAME, PROMPT, TEMPLATE
 from triforce_tree.engine import Engine
 from triforce_tree.requests.tokenized_texts import PromptError, TokenizedTexts
-from triforce_tree.server.protocol import RefusedError
-from triforce_tree.server.reading import Read, Reader, Sizes
+from triforce_tree.server.reading import Read, Reader, Route, Sizes
+from triforce_tree.server.refusals import RefusedError
 
 SIZES = Sizes(NAME, vocabulary=4096, positions=131_072, texts=4)
 USER = {"role": "user", "content": "hello"}
@@ -30,7 +30,9 @@ def reader(engine: Engine) -> Reader:
 
 def read(reader: Reader, chat: bool, **fields: Any) -> Read:
     needed = {"messages": [USER]} if chat else {"prompt": PROMPT}
-    return reader.read(json.dumps({"model": NAME, **needed, **fields}).encode(), chat)
+    return reader.read(
+        json.dumps({"model": NAME, **needed, **fields}).encode(), Route.CHAT if chat else Route.COMPLETIONS
+    )
 
 
 def refused(reader: Reader, chat: bool, **fields: Any) -> str:
@@ -100,9 +102,6 @@ SOMETHING: dict[str, list[Any]] = {
     "length_penalty": [0, True],
     "min_tokens": [-3, False],
     "unknown": [False, 0, "", [], {}, 0.0],
-    "reasoning_effort": ["low", "none"],
-    "response_format": [{"type": "json_object"}, {}, False],
-    "tool_choice": ["required", False, ""],
     "parallel": [False],
     "truncate_prompt_tokens": [0],
     "chat_template": ["", False],
@@ -163,7 +162,7 @@ BODIES: dict[str, tuple[bytes, str]] = {
 def test_bodies_that_are_no_requests_are_refused_in_one_short_line(reader: Reader, name: str) -> None:
     body, words = BODIES[name]
     with pytest.raises(RefusedError) as raised:
-        reader.read(body, False)
+        reader.read(body, Route.COMPLETIONS)
     said = str(raised.value)
     assert words in said
     assert len(said) < 300
@@ -226,7 +225,10 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "\ud800", "content": "a"}], "no UTF-8"),
     ([{"role": "user", "content": "a\udc00"}], "no UTF-8"),
     ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "no UTF-8"),
-    ([USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}, USER], "message 1 has tool_calls"),
+    (
+        [USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}, USER],
+        "message 1 of a chat has wrong tool_calls",
+    ),
     ([{**USER, "audio": {"id": "a"}}], "message 0 has audio"),
 ]
 

@@ -1,6 +1,7 @@
 """The text of new tokens after any prompt, with any tokenizer, and the time when its pieces are returned."""
 
 import codecs
+import copy
 import random
 from typing import Any
 
@@ -180,3 +181,21 @@ def test_the_same_text_from_a_tokenizer_read_again(tmp_path: Any) -> None:
     assert new_text(again, ids[:2], ids[2:]) == new_text(tokenizer, ids[:2], ids[2:])
     upper = Louder.from_pretrained(tmp_path)
     assert new_text(upper, ids[:2], ids[2:]) == new_text(tokenizer, ids[:2], ids[2:]).upper()
+
+
+@kinds
+def test_special_tokens_that_are_shown_have_their_names_as_text(kind: str) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[CALLS]", "[END]"]})
+    calls, end = tokenizer.convert_tokens_to_ids(["[CALLS]", "[END]"])
+    ids = ids_of(tokenizer, CORPUS[0])
+    before, after = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    for shown in ({calls, end}, {calls}, set()):
+        text = NewText(Vocabulary(tokenizer), [], (), (), shown)
+        pieces = "".join(map(text.put, [*before, calls, *after, end])) + text.end()
+        assert (pieces.count("[CALLS]"), pieces.count("[END]")) == (calls in shown, end in shown)
+        rest = pieces.replace("[CALLS]", "").replace("[END]", "")
+        # WordPiece writes a piece of a word in another way after another token.
+        assert "".join(rest.split()) == "".join(new_text(tokenizer, [], ids).split()) or "WordPiece" in kind
+    ended = NewText(Vocabulary(tokenizer), [], {end}, (), {calls, end})
+    assert ("".join(map(ended.put, [calls, end])) + ended.end()).strip() == "[CALLS]"

@@ -1,5 +1,6 @@
 """Chats (lists of messages) as prompts, through the tokenizer's chat template."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,13 @@ def check_chat(chat: Any) -> None:
         _check_message(message, number)
 
 
-def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = None) -> list[int]:
+def encoded(
+    tokenizer: Tokenizer, given: str | Chat, positions: int | None = None, **variables: Any
+) -> list[int]:
     """Returns the token ids of a text or a chat, without the warning that a text exceeds the model.
+
+    Args:
+        variables: for the template of a chat, see :func:`chat_ids`.
 
     Raises:
         PromptError: the beginning of the text alone has more than ``positions`` tokens (tokenizing takes
@@ -75,15 +81,20 @@ def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = Non
                 f"the prompt of {len(text):,} characters has more than {len(start):,} tokens, and the model "
                 f"{positions:,} positions; shorten it"
             )
-    return text_ids(tokenizer, given) if isinstance(given, str) else chat_ids(tokenizer, given)
+    return text_ids(tokenizer, given) if isinstance(given, str) else chat_ids(tokenizer, given, **variables)
 
 
-def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, chat: Chat, **variables: Any) -> list[int]:
     """Returns the token ids of a chat, up to the place where the assistant's answer begins.
 
     As in transformers' pipelines, a last message of the assistant is continued. The template receives the
     content of a message as one string, with its parts joined by newlines, unless the template reads several
-    parts itself.
+    parts itself. It receives the arguments of tool calls as objects or as JSON text, the names of called
+    tools in their results, and reasoning, each as it reads them; a role ``developer`` that it does not know
+    is ``system``.
+
+    Args:
+        variables: further variables for the template, as ``tools``.
 
     Raises:
         PromptError: the tokenizer has no chat template, or the template refuses these messages; a text is not
@@ -92,7 +103,7 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     check_text(characters(chat))
     check_text("\n".join(message["role"] for message in chat))
     continued = chat[-1]["role"] == "assistant"
-    messages = [_shown(tokenizer, message) for message in chat]
+    messages = _with_calls(tokenizer, [_shown(tokenizer, message) for message in chat])
     # Renders first, so that an error is either the template's or the tokenizer's.
     texts = tokenizer if isinstance(tokenizer, TokenizedTexts) else TokenizedTexts(tokenizer)
     try:
@@ -103,6 +114,7 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
             continue_final_message=continued,
             tokenize=True,
             return_dict=True,
+            **variables,
         )
     except PASSED_ON:
         raise
@@ -135,9 +147,82 @@ def _shown(tokenizer: Tokenizer, message: Message) -> dict[str, Any]:
     """
     content = message.get("content")
     texts = _texts(content)
+    template = str(getattr(tokenizer, "chat_template", None))
     kept = {name: value for name, value in message.items() if value is not None}
+    if kept["role"] == "developer" and "developer" not in template:
+        kept["role"] = "system"
+    thoughts = [kept.pop(name, None) for name in ("reasoning_content", "reasoning")]
+    if text := thoughts[0] or thoughts[1]:
+        # Templates of gpt-oss take the reasoning of a call or a text before it, but not both.
+        both = bool(kept.get("tool_calls") and content)
+        names = ["reasoning_content", *([] if both else ["thinking"])]
+        kept |= {name: text for name in names if name in template}
     several = len(texts) > 1 and _reads_parts(tokenizer, message["role"])
     return {**kept, "content": list(content) if several and content else "\n".join(texts)}
+
+
+def _with_calls(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages with arguments of tool calls as the template reads them, and with names of results."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if not calls:
+        return messages
+    as_text, names = _reads_arguments_as_text(tokenizer), {call.get("id"): _called(call) for call in calls}
+    shown = []
+    for message in messages:
+        if message.get("tool_calls"):
+            own = [
+                {**call, "function": {**call["function"], "arguments": _arguments(call, as_text)}}
+                for call in message["tool_calls"]
+            ]
+            message = {**message, "tool_calls": own}
+        elif message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))):
+            message = {"name": name, **message}
+        shown.append(message)
+    return shown
+
+
+def _called(call: Message) -> str:
+    return str(call["function"]["name"])
+
+
+def _arguments(call: Message, as_text: bool) -> Any:
+    """Returns the arguments of a call as an object or as JSON text. A text that is none is not changed."""
+    given = call["function"].get("arguments")
+    if given is None:
+        given = {}
+    if as_text:
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        read = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given
+    return read if isinstance(read, Mapping) else given
+
+
+def _reads_arguments_as_text(tokenizer: Tokenizer) -> bool:
+    """Returns whether the chat template joins the arguments of tool calls to texts, as those of DeepSeek do.
+    This is tested by rendering a call in both ways.
+    """
+    own = tokenizer.tokenizer if isinstance(tokenizer, TokenizedTexts) else tokenizer
+
+    def reads(arguments: Any) -> bool:
+        # Templates of Mistral refuse other identifiers.
+        call = {
+            "id": "abcdefghi", "type": "function", "function": {"name": "marka", "arguments": arguments}
+        }  # fmt: skip
+        chat: list[Any] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "name": "marka", "tool_call_id": "abcdefghi"},
+        ]
+        try:
+            text = str(own.apply_chat_template(chat, tokenize=False))
+        except Exception:  # it reads them in the other way
+            return False
+        # A text that is printed as JSON has backslashes, and an object that is printed by Python has none.
+        return '"markb"' in text
+
+    return not reads({"markb": "markc"}) and reads('{"markb": "markc"}')
 
 
 def _reads_parts(tokenizer: Tokenizer, role: str) -> bool:
@@ -177,6 +262,7 @@ def _check_message(message: Any, number: int) -> None:
         raise PromptError(
             f'message {number} of a chat has {names} and {has}; give {{"role": "user", "content": "..."}}'
         )
+    _check_calls(message, number)
     # An answer that called tools has no text.
     if content is None and role == "assistant":
         return
@@ -196,6 +282,21 @@ def _check_message(message: Any, number: int) -> None:
             raise PromptError(
                 f"message {number} of a chat holds a part without text; give "
                 '{"type": "text", "text": "..."}'
+            )
+
+
+def _check_calls(message: Message, number: int) -> None:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    for call in calls if isinstance(calls, (list, tuple)) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        known = function if isinstance(function, Mapping) else {}
+        arguments = known.get("arguments")
+        if not isinstance(known.get("name"), str) or not isinstance(arguments, str | Mapping | None):
+            raise PromptError(
+                f"message {number} of a chat has wrong tool_calls; give a list as "
+                '[{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}]'
             )
 
 

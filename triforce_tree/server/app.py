@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,9 +22,10 @@ from starlette.types import Receive, Scope, Send
 from triforce_tree.engine import Engine
 from triforce_tree.server.guard import Guard, reply
 from triforce_tree.server.metrics import Metrics
-from triforce_tree.server.protocol import RefusedError, not_served, shown
 from triforce_tree.server.readers import Readers
+from triforce_tree.server.reading import Route as Asked
 from triforce_tree.server.reading import Sizes
+from triforce_tree.server.refusals import RefusedError, not_served, shown
 from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
 from triforce_tree.server.service import Service
 from triforce_tree.server.throughput import log_throughput
@@ -43,6 +44,15 @@ _PAGE_POLICY = (
 )
 
 
+_ROUTES = {
+    "/v1/chat/completions": Asked.CHAT,
+    "/v1/completions": Asked.COMPLETIONS,
+    "/v1/responses": Asked.RESPONSES,
+    "/tokenize": Asked.TOKENIZE,
+    "/detokenize": Asked.DETOKENIZE,
+}
+
+
 @dataclass(frozen=True)
 class Served:
     """Settings of the server.
@@ -54,6 +64,9 @@ class Served:
         body: most bytes of a request; None for a limit that follows from the model's longest prompt.
         origins: the origins of web pages whose scripts may send requests (CORS); ``*`` for all.
         reading: most seconds of CPU time to parse and tokenize a request, and as many more for each MiB.
+        tool_parser: the format of the model's tool calls, one of ``tools.formats.FORMATS``; None for the one
+            that the chat template teaches.
+        separate_reasoning: whether replies have reasoning apart from the content.
         warm_up: tokens of the longest prompt that is decoded before requests are answered, so that stages are
             prepared; 0 for none, and None for a length that fits the device.
     """
@@ -65,13 +78,15 @@ class Served:
     origins: tuple[str, ...] = ()
     reading: float = 5.0
     warm_up: int | None = 0
+    tool_parser: str | None = None
+    separate_reasoning: bool = True
 
 
 class _Running:
     """The state of the application: the service, once the engine is loaded, and its metrics."""
 
     def __init__(self, served: Served) -> None:
-        self.served, self.metrics = served, Metrics()
+        self.served, self.metrics = served, Metrics(served.name)
         self.service: Service | None = None
         self.most_bytes = 0
         self._status, self._reason = "loading", "the model is being loaded"
@@ -87,7 +102,10 @@ class _Running:
         served, target = self.served, engine.target
         if engine.tokenizer is None:
             raise ValueError("a server needs a tokenizer; give one: load(..., tokenizer=...)")
-        sizes = Sizes(served.name, target.vocab_size, target.max_positions, served.limits.waiting)
+        sizes = Sizes(
+            served.name, target.vocab_size, target.max_positions, served.limits.waiting, served.tool_parser,
+            served.separate_reasoning,
+        )  # fmt: skip
         readers = Readers(engine.tokenizer, sizes, served.reading)
         longest = _ANY_BYTES if sizes.positions is None else sizes.positions * _TOKEN_BYTES
         self.most_bytes = served.body or max(_LEAST_BYTES, longest)
@@ -148,12 +166,12 @@ class _Running:
             return "failed", "decoding has failed"
         return self._status, None if self._status == "ok" else self._reason
 
-    async def answer(self, request: Request, chat: bool) -> Response:
+    async def answer(self, request: Request, asked: Asked) -> Response:
         """Returns the reply to a request; errors are raised as RefusedError with a status."""
         if (why := self.state[1]) is not None:
             raise RefusedError(f"{why}; ask again", 503, retry=5)
         assert self.service is not None
-        return await self.service.answer(await self._body(request), chat, request)
+        return await self.service.answer(await self._body(request), asked, request)
 
     async def _body(self, request: Request) -> bytes:
         """Reads the body of a request. It is not read if the header Content-Length exceeds the limit."""
@@ -209,25 +227,31 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
             reporter.cancel()
             await asyncio.to_thread(running.close)
 
-    description: dict[str, Any] = {
-        "id": served.name, "object": "model", "created": int(time.time()), "owned_by": "triforce-tree",
-    }  # fmt: skip
+    created = int(time.time())
 
-    async def chat(request: Request) -> Response:
-        return await running.answer(request, True)
+    def description() -> dict[str, Any]:
+        # None until the model is loaded.
+        most = running.service and running.service.engine.target.max_positions
+        return {
+            "id": served.name, "object": "model", "created": created, "owned_by": "triforce-tree",
+            "root": served.name, "parent": None, "max_model_len": most,
+        }  # fmt: skip
 
-    async def complete(request: Request) -> Response:
-        return await running.answer(request, False)
+    def answered(asked: Asked) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await running.answer(request, asked)
+
+        return answer
 
     content = _PAGE.read_bytes()
 
     async def models(request: Request) -> Response:
-        return reply({"object": "list", "data": [description]})
+        return reply({"object": "list", "data": [description()]})
 
     async def model(request: Request) -> Response:
         if (name := request.path_params["name"]) != served.name:
             raise RefusedError(not_served(name, served.name), 404)
-        return reply(description)
+        return reply(description())
 
     async def health(request: Request) -> Response:
         state, why = running.state
@@ -241,8 +265,7 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         return Response(running.metrics.exposed(), media_type=CONTENT_TYPE_LATEST)
 
     guarded = Router([
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", complete, methods=["POST"]),
+        *(Route(path, answered(asked), methods=["POST"]) for path, asked in _ROUTES.items()),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Mount("/", _nowhere),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triforce_tree.server.errors import logged
-from triforce_tree.server.protocol import RefusedError, error
+from triforce_tree.server.refusals import RefusedError, error
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _WRONG_KEY = "wrong or missing API key; send Authorization: Bearer KEY"

@@ -1,6 +1,7 @@
 """Metrics of a server for Prometheus."""
 
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -12,10 +13,48 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from triforce_tree.server.scheduler import Scheduler, ServedText
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+# The metrics that vLLM has under other names.
+_VLLM = {
+    "running_sequences": "num_requests_running",
+    "waiting_sequences": "num_requests_waiting",
+    "prompt_tokens": "prompt_tokens",
+    "new_tokens": "generation_tokens",
+    "reused_tokens": "prefix_cache_hits",
+    "proposed_tokens": "spec_decode_num_draft_tokens",
+    "accepted_tokens": "spec_decode_num_accepted_tokens",
+    "first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_seconds": "inter_token_latency_seconds",
+    "sequence_seconds": "e2e_request_latency_seconds",
+    "queue_seconds": "request_queue_time_seconds",
+    "prefill_seconds": "request_prefill_time_seconds",
+}
+
+
+class _AsVLLM(Collector):
+    """Repeats metrics of a registry under vLLM's names, with its label ``model_name``."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._model = registry, model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            own = metric.name.removeprefix("triforce_tree_")
+            if own not in _VLLM:
+                continue
+            name = f"vllm:{_VLLM[own]}"
+            named = Metric(name, metric.documentation, metric.type)
+            for sample in metric.samples:
+                end = sample.name.removeprefix(metric.name)
+                named.add_sample(f"{name}{end}", {**sample.labels, "model_name": self._model}, sample.value)
+            yield named
 
 
 class Totals(NamedTuple):
@@ -31,10 +70,16 @@ class Totals(NamedTuple):
 
 
 class Metrics:
-    """Counts sequences and tokens. Names begin with ``triforce_tree_``; process metrics with ``process_``."""
+    """Counts sequences and tokens. Names begin with ``triforce_tree_``; process metrics with ``process_``.
 
-    def __init__(self) -> None:
+    Args:
+        model: the name of the model.
+    """
+
+    def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
+        self._as_vllm = CollectorRegistry()
+        self._as_vllm.register(_AsVLLM(registry, model))
         self._ended_prompts = 0
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
@@ -164,5 +209,5 @@ class Metrics:
         )  # fmt: skip
 
     def exposed(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """Returns all metrics in Prometheus' text format, some also under vLLM's names."""
+        return generate_latest(self._registry) + generate_latest(self._as_vllm)

@@ -9,6 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from triforce_tree.server.constraints import Offer, content_shape, offer
+from triforce_tree.server.refusals import SHOWN_CHARACTERS, RefusedError, shown, wrong
+from triforce_tree.server.tools.calls import Shape
+
 MOST_TOP_LOGPROBS = 20
 # The largest bias of a token, and the most tokens that have one; the largest penalty for a generated token.
 _MOST_BIAS, _MOST_BIASED, _MOST_SUBTRACTED = 100.0, 4096, 2.0
@@ -17,21 +21,18 @@ _MOST_CHOICES, _MOST_STOPS = 128, 4
 # Within these limits fp32 logits divided by a temperature and multiplied by a penalty neither overflow nor
 # underflow.
 _LEAST, _MOST_TEMPERATURE, _MOST_PENALTY = 1e-30, 1e6, 100.0
-# Error messages cut names to this length, and leave out longer values.
-_SHOWN_CHARACTERS = 60
 
 # Options that are accepted with any value, since they do not change the text of this server.
 _WITHOUT_EFFECT = frozenset(
     """
-    metadata parallel_tool_calls prediction priority prompt_cache_key prompt_cache_retention request_id rid
-    safety_identifier service_tier store user
+    guided_decoding_backend metadata parallel_tool_calls prediction priority prompt_cache_key
+    prompt_cache_retention request_id rid safety_identifier service_tier store user
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
 # Unsupported options are accepted with these values, which are the defaults of OpenAI, vLLM or SGLang. The
 # value null is accepted for every option.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -41,7 +42,6 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -56,22 +56,6 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-
-
-class RefusedError(Exception):
-    """The refusal of a request. Its message is written for the client.
-
-    Attributes:
-        status: the HTTP status of the reply.
-        param: the name of the wrong field, if there is one.
-        retry: seconds after which the client may try again, or None.
-    """
-
-    def __init__(
-        self, sentence: str, status: int = 400, param: str | None = None, retry: int | None = None
-    ) -> None:
-        super().__init__(sentence)
-        self.status, self.param, self.retry = status, param, retry
 
 
 @dataclass(frozen=True)
@@ -102,6 +86,7 @@ class Sampled:
         limit: most new tokens; None for the limit of the server.
         alternatives: number of most probable tokens to report for each token; None if the client wants no
             log-probabilities.
+        shape: the structure that the text must have, see ``constraints.py``; None for any text.
     """
 
     model: str
@@ -125,6 +110,7 @@ class Sampled:
     stream_options: StreamOptions | None
     limit: int | None
     alternatives: int | None
+    shape: Shape | None
 
     def sampling(self, ends: Iterable[int] = ()) -> dict[str, Any]:
         """Returns the sampling options for ``Engine.generate``.
@@ -157,9 +143,16 @@ class Sampled:
 
 @dataclass(frozen=True)
 class ChatRequest(Sampled):
-    """``POST /v1/chat/completions``. The elements of ``messages`` are checked later, with the template."""
+    """``POST /v1/chat/completions``. The elements of ``messages`` are checked later, with the template.
+
+    Attributes:
+        offer: the tools that the model may call.
+        template: variables for the chat template.
+    """
 
     messages: list[Any]
+    offer: Offer
+    template: dict[str, Any]
 
     @property
     def prompts(self) -> list[Any]:
@@ -174,13 +167,13 @@ class CompletionRequest(Sampled):
     echo: bool
 
 
-def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
-    """Parses the body of a request.
+def request_of(given: dict[str, Any], chat: bool) -> ChatRequest | CompletionRequest:
+    """Returns a request with its fields checked.
 
     Raises:
-        RefusedError: the body is no JSON object, or a field is missing, wrong or not supported.
+        RefusedError: a field is missing, wrong or not supported.
     """
-    fields = _Fields(_parsed(body))
+    fields = _Fields(given)
     shared = fields.shared()
     if chat:
         shown = fields.flag("logprobs")
@@ -189,11 +182,14 @@ def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
             raise RefusedError("top_logprobs is given without logprobs; set logprobs to true")
         older = fields.whole("max_tokens", None, 1)
         limit = fields.whole("max_completion_tokens", None, 1) or older
-        messages = fields.messages()
+        chosen, offered, template = fields.messages(), offer(fields.take), fields.template()
         fields.flag("echo", only=False)
         fields.end()
         _check_least(shared["min_tokens"], limit)
-        return ChatRequest(**shared, limit=limit, alternatives=top if shown else None, messages=messages)
+        return ChatRequest(
+            **shared, limit=limit, alternatives=top if shown else None, messages=chosen, offer=offered,
+            template=template,
+        )  # fmt: skip
     limit = fields.whole("max_tokens", 16, 1)
     alternatives = fields.whole("logprobs", None, 0, MOST_TOP_LOGPROBS)
     prompts, echo = fields.prompts(), fields.flag("echo")
@@ -210,12 +206,12 @@ def _check_least(least: int, most: int | None) -> None:
         )
 
 
-def error(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
-    """Returns the body of an error reply in the form of OpenAI's API."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+def parsed(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object in the body of a request.
 
-
-def _parsed(body: bytes) -> dict[str, Any]:
+    Raises:
+        RefusedError: the body is no JSON object.
+    """
     try:
         given = json.loads(body)
     except json.JSONDecodeError as problem:
@@ -265,6 +261,7 @@ class _Fields:
             "stop_strings": self._texts("stop", _MOST_STOPS),
             "stream": self.flag("stream"),
             "stream_options": self._stream_options(),
+            "shape": content_shape(self.take),
         }
         if fields["stream_options"] is not None and not fields["stream"]:
             raise RefusedError(
@@ -273,7 +270,7 @@ class _Fields:
         # Clients of completions send best_of with the value of n.
         if "best_of" in self._left:
             if not _same(self._left["best_of"], fields["choices"]):
-                raise _wrong(
+                raise wrong(
                     "best_of", self._left["best_of"],
                     "is not supported, because the server returns every text that it draws; leave it out, "
                     "and ask for so many by n",
@@ -281,17 +278,29 @@ class _Fields:
             del self._left["best_of"]
         return fields
 
+    def take(self, name: str) -> Any:
+        """Returns the value of a field that is checked elsewhere, or None."""
+        return self._left.pop(name, None)
+
+    def template(self) -> dict[str, Any]:
+        """Reads the variables for the chat template, whose names are checked later."""
+        given = self._left.pop("chat_template_kwargs", {})
+        if not isinstance(given, dict):
+            raise wrong("chat_template_kwargs", given, 'must be an object, as {"enable_thinking": false}')
+        effort = self._left.pop("reasoning_effort", None)
+        return given if effort is None else {**given, "reasoning_effort": effort}
+
     def whole(self, name: str, default: int | None, least: int, most: int = 2**31) -> Any:
         value = self._left.pop(name, default)
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise _wrong(name, value, f"must be a whole number from {least} to {most}")
+            raise wrong(name, value, f"must be a whole number from {least} to {most}")
         return value
 
     def flag(self, name: str, only: bool | None = None) -> bool:
         """Reads a switch; ``only``: the single value that is supported."""
         value = self._left.pop(name, False)
         if type(value) is not bool:
-            raise _wrong(name, value, "must be true or false")
+            raise wrong(name, value, "must be true or false")
         if only is not None and value is not only:
             raise RefusedError(f"{name} is not supported for chats; leave it out", param=name)
         return value
@@ -300,7 +309,7 @@ class _Fields:
         """Reads the list of messages, whose elements are checked later."""
         given = self._required("messages")
         if not isinstance(given, list) or not given:
-            raise _wrong("messages", given, 'must be a list as [{"role": "user", "content": "..."}]')
+            raise wrong("messages", given, 'must be a list as [{"role": "user", "content": "..."}]')
         last = given[-1]
         # If the last message is from the assistant, the server continues it; otherwise a new message begins.
         # The two options are accepted with the values that ask for this.
@@ -320,7 +329,7 @@ class _Fields:
                 return [given]
             if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) <= {int} for ids in given)):
                 return given
-        raise _wrong("prompt", given, "must be a text, a list of texts, token ids, or a list of such lists")
+        raise wrong("prompt", given, "must be a text, a list of texts, token ids, or a list of such lists")
 
     def end(self) -> None:
         """Refuses remaining fields, unless they have no effect or a value in ``_NOTHING``."""
@@ -339,7 +348,7 @@ class _Fields:
     def _text(self, name: str) -> str:
         value = self._required(name)
         if not isinstance(value, str):
-            raise _wrong(name, value, "must be a text")
+            raise wrong(name, value, "must be a text")
         return value
 
     def _number(
@@ -349,36 +358,36 @@ class _Fields:
         within = type(value) in (int, float) and (least <= value <= most or (zero and value == 0))
         if not within:
             more = "0, or " if zero else ""
-            raise _wrong(name, value, f"must be {more}a number from {least:g} to {most:g}")
+            raise wrong(name, value, f"must be {more}a number from {least:g} to {most:g}")
         return float(value)
 
     def _texts(self, name: str, most: int) -> tuple[str, ...]:
         given = self._left.pop(name, [])
         strings = [given] if isinstance(given, str) else given
         if not isinstance(strings, list) or len(strings) > most:
-            raise _wrong(name, given, f"must be a text, or a list of at most {most}")
+            raise wrong(name, given, f"must be a text, or a list of at most {most}")
         for each in strings:
             if not isinstance(each, str) or not each or _halved(each):
-                raise _wrong(name, each, "must be a text of whole characters that is not empty")
+                raise wrong(name, each, "must be a text of whole characters that is not empty")
         return tuple(strings)
 
     def _token_ids(self, name: str, most: int) -> tuple[int, ...]:
         given = self._left.pop(name, [])
         if not isinstance(given, list) or len(given) > most or any(type(each) is not int for each in given):
-            raise _wrong(name, given, f"must be a list of at most {most} token ids")
+            raise wrong(name, given, f"must be a list of at most {most} token ids")
         return tuple(given)
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         given = self._left.pop("logit_bias", {})
         if not isinstance(given, dict) or len(given) > _MOST_BIASED:
-            raise _wrong("logit_bias", given, f"must be an object of at most {_MOST_BIASED} token ids")
+            raise wrong("logit_bias", given, f"must be an object of at most {_MOST_BIASED} token ids")
         biases = []
         for token, bias in given.items():
             within = type(bias) in (int, float) and -_MOST_BIAS <= bias <= _MOST_BIAS
             if not re.fullmatch(r"[0-9]{1,18}", token, re.ASCII) or not within:
                 pair = f"{shown(token)}: {bias}" if type(bias) in (int, float) else shown(token)
                 raise RefusedError(
-                    f"logit_bias has {pair[:_SHOWN_CHARACTERS]}; give token ids with numbers from "
+                    f"logit_bias has {pair[:SHOWN_CHARACTERS]}; give token ids with numbers from "
                     f"{-_MOST_BIAS:g} to {_MOST_BIAS:g}",
                     param="logit_bias",
                 )
@@ -392,7 +401,7 @@ class _Fields:
         if given == "off":
             return {"levels": 1}
         if not isinstance(given, dict):
-            raise _wrong(
+            raise wrong(
                 "speculation", given, 'must be "off", or an object such as {"levels": 2, "length": 8}'
             )
         options = _Fields(given)
@@ -405,7 +414,7 @@ class _Fields:
         if given is None:
             return None
         if not isinstance(given, dict):
-            raise _wrong("stream_options", given, 'must be an object, as {"include_usage": true}')
+            raise wrong("stream_options", given, 'must be an object, as {"include_usage": true}')
         options = _Fields(given)
         known = StreamOptions(options.flag("include_usage"), options.flag("include_levels"))
         # OpenAI's option for random characters in each chunk, and vLLM's for the usage in each chunk.
@@ -414,29 +423,6 @@ class _Fields:
                 raise RefusedError(f"stream_options.{name} is not supported; leave it out", param=name)
         options.end()
         return known
-
-
-def not_served(name: str, served: str) -> str:
-    """Returns the message that refuses a request for another model."""
-    return f"model {name[:_SHOWN_CHARACTERS]!a} is not served here; use {served!r}"
-
-
-def shown(name: str) -> str:
-    """Returns a name from a request for a message, in one short line."""
-    plain = re.fullmatch(r"[\w./:-]+", name[: _SHOWN_CHARACTERS + 1], re.ASCII)
-    return name if plain and len(name) <= _SHOWN_CHARACTERS else ascii(name[:_SHOWN_CHARACTERS])
-
-
-def _wrong(name: str, value: Any, sentence: str) -> RefusedError:
-    """Returns the refusal of a field's value, which includes the value if it is short."""
-    if isinstance(value, (list, dict)):
-        rest = f" is {'a list' if isinstance(value, list) else 'an object'}, and {sentence}"
-    else:
-        # A long text or number is not converted to JSON, which might take long.
-        small = not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS
-        small = small and (not isinstance(value, int) or abs(value) < 10**18)
-        rest = f"={json.dumps(value)} {sentence}" if small else f" {sentence}"
-    return RefusedError(f"{name}{rest}", param=name)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@ One process with a single thread has the tokenizer and forks the others. Each of
 time, and the operating system kills it if a request takes too much CPU time or memory.
 """
 
+import contextlib
 import gc
 import os
 import pickle
@@ -16,12 +17,12 @@ import traceback
 from dataclasses import dataclass
 
 from triforce_tree.requests.tokenized_texts import PromptError
-from triforce_tree.server.protocol import RefusedError
-from triforce_tree.server.reading import Read, Reader
+from triforce_tree.server.reading import Answered, Read, Reader, Route
+from triforce_tree.server.refusals import RefusedError
 
 LENGTH = struct.Struct("!Q")
-# The head of a request: whether it is a chat, and the most seconds of CPU time to read it.
-HEAD = struct.Struct("!?d")
+# The head of a request: its route, and the most seconds of CPU time to read it.
+HEAD = struct.Struct("!Bd")
 # On a busy machine a request may take this many seconds of wall-clock time per second of CPU time.
 _BUSY = 8
 # Most bytes of memory to read a request: a fixed number, and so many more per byte of its body.
@@ -59,6 +60,9 @@ def main(descriptor: int) -> None:
         send(control, pickle.dumps(traceback.format_exc(limit=-1)))
         return
     send(control, pickle.dumps(None))
+    # An error here is raised again for the first request with a grammar.
+    with contextlib.suppress(Exception):
+        reader.grammars.prepare()
     gc.freeze()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -74,7 +78,7 @@ def main(descriptor: int) -> None:
 def _serve(connection: socket.socket, reader: Reader) -> None:
     """Answers each request with a pickled ``Read`` or ``Unread``, until the socket's other end is closed."""
     while (request := received(connection)) is not None:
-        chat, seconds = HEAD.unpack_from(request)
+        route, seconds = HEAD.unpack_from(request)
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
         most = used + _MEMORY + _MEMORY_RATIO * len(request)
@@ -84,7 +88,7 @@ def _serve(connection: socket.socket, reader: Reader) -> None:
         )
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, _BUSY * seconds)
-        answer = pickle.dumps(_answer(reader, request[HEAD.size :], chat))
+        answer = pickle.dumps(_answer(reader, request[HEAD.size :], Route(route)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
@@ -93,11 +97,11 @@ def _serve(connection: socket.socket, reader: Reader) -> None:
             return
 
 
-def _answer(reader: Reader, body: bytes, chat: bool) -> Read | Unread:
+def _answer(reader: Reader, body: bytes, route: Route) -> Read | Answered | Unread:
     # Garbage collection is off: it would scan a list of a million lists many times during parsing.
     gc.disable()
     try:
-        return reader.read(body, chat)
+        return reader.read(body, route)
     except RefusedError as error:
         return Unread((str(error), error.status, error.param))
     except PromptError as error:

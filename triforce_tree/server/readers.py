@@ -13,9 +13,9 @@ import threading
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.server.errors import logged
-from triforce_tree.server.protocol import RefusedError
 from triforce_tree.server.reader_process import HEAD, LENGTH, Unread, received, send
-from triforce_tree.server.reading import Read, Sizes
+from triforce_tree.server.reading import Answered, Read, Route, Sizes
+from triforce_tree.server.refusals import RefusedError
 
 _LOG = logging.getLogger("triforce_tree.server")
 # Libraries must not start threads, which do not exist in a forked process.
@@ -59,7 +59,7 @@ class Readers:
         self._lock, self._closed = threading.Lock(), False
         self._begin()
 
-    async def read(self, body: bytes, chat: bool) -> Read:
+    async def read(self, body: bytes, route: Route) -> Read | Answered:
         """Has a process parse and tokenize the body of a request.
 
         Raises:
@@ -70,10 +70,10 @@ class Readers:
         self._bytes += len(body)
         try:
             async with self._slots:
-                answer = await self._answer(body, chat)
+                answer = await self._answer(body, route)
         finally:
             self._bytes -= len(body)
-        if isinstance(answer, Read):
+        if isinstance(answer, Read | Answered):
             return answer
         if answer.refusal is None:
             raise RefusedError(logged(answer.trace), 500)
@@ -91,12 +91,12 @@ class Readers:
                 self._free.pop().close()
         self._process.wait()
 
-    async def _answer(self, body: bytes, chat: bool) -> Read | Unread:
+    async def _answer(self, body: bytes, route: Route) -> Read | Answered | Unread:
         seconds, loop = self._seconds * (1 + len(body) / _BYTES), asyncio.get_running_loop()
         for _ in range(_TRIES):
             began = loop.time()
             try:
-                return await self._asked(body, chat, seconds)
+                return await self._asked(body, route, seconds)
             except (OSError, EOFError):
                 if loop.time() - began >= seconds:
                     break
@@ -110,14 +110,14 @@ class Readers:
         )
         return Unread((sentence, 400, None))
 
-    async def _asked(self, body: bytes, chat: bool, seconds: float) -> Read | Unread:
+    async def _asked(self, body: bytes, route: Route, seconds: float) -> Read | Answered | Unread:
         """Sends a request to a process and returns its answer.
 
         Raises:
             OSError, EOFError: the process has ended.
         """
         loop = asyncio.get_running_loop()
-        connection = await self._connected(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
+        connection = await self._connected(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(route, seconds))
         try:
             await loop.sock_sendall(connection, body)
             head = await _received(connection, LENGTH.size)
@@ -127,7 +127,7 @@ class Readers:
             connection.close()
             raise
         self._free.append(connection)
-        result: Read | Unread = pickle.loads(answer)
+        result: Read | Answered | Unread = pickle.loads(answer)
         return result
 
     async def _connected(self, head: bytes) -> socket.socket:

@@ -1,30 +1,73 @@
 """Makes the bodies of replies in the form of OpenAI's API."""
 
+import json
 import time
 import uuid
 from collections.abc import Sequence as Sequences
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from triforce_tree.server.protocol import ChatRequest
-from triforce_tree.server.reading import Asked
+from triforce_tree.server.reading import Read
+from triforce_tree.server.refusals import error
 from triforce_tree.server.scheduler import ServedText
 from triforce_tree.server.text_stream import LevelText, ScoredToken, TokenLogprobs
+from triforce_tree.server.tools.message import Delta, Message, NamedCall
 
 
-class Reply:
-    """Makes the reply to one request, whole or in chunks.
+class Piece(NamedTuple):
+    """A piece of a text, the log-probabilities of the tokens since the last one, and what proposed them."""
+
+    text: str
+    logprobs: Sequences[TokenLogprobs] = ()
+    levels: Sequences[LevelText] = ()
+
+
+_NOTHING = Piece("")
+
+
+class Reply(Protocol):
+    """Makes the reply to one request, whole or as the events of a stream."""
+
+    def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
+        """Returns the body of a reply with all texts, which must have ended."""
+
+    def begin(self, texts: int) -> list[dict[str, Any]]:
+        """Returns the events before the first text."""
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events for a piece of the text of this index."""
+
+    def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events for the end of one text, after a last piece without text."""
+
+    def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
+        """Returns the events after all texts, which have ended as the request demands."""
+
+    def failure(self, message: str) -> dict[str, Any]:
+        """Returns the event for an error of the server."""
+
+    def encoded(self, event: dict[str, Any]) -> str:
+        """Returns an event as it is sent."""
+
+    @property
+    def closing(self) -> str:
+        """What is sent after all events."""
+
+
+class ChatReply:
+    """The reply to a chat or a completion.
 
     Args:
-        asked: the request.
+        read: the request.
         model: the name of the model.
-
-    Attributes:
-        usage_wanted: whether a stream ends with a chunk of token counts.
     """
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        self._chat = isinstance(asked, ChatRequest)
-        self.usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
+    closing = "data: [DONE]\n\n"
+
+    def __init__(self, read: Read, model: str) -> None:
+        asked = read.asked
+        self._chat, self._messages = isinstance(asked, ChatRequest), messages(read)
+        self._usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
         self._scored = asked.alternatives is not None
         prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._kind = kind
@@ -33,55 +76,69 @@ class Reply:
         }  # fmt: skip
 
     def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        """Returns the body of a reply with all texts, which must have ended."""
         choices = []
         for index, sequence in enumerate(sequences):
             assert sequence.stream is not None
-            text = sequence.stream.text
-            choice: dict[str, Any] = {
-                "index": index, "finish_reason": reason(sequence),
-                "logprobs": self._logprobs(sequence.stream.logprobs),
-            }  # fmt: skip
-            choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            text, why = sequence.stream.text, reason(sequence)
+            choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(sequence.stream.logprobs)}
+            if self._chat:
+                message = self._messages[index]
+                message.put_whole(text)
+                choice |= {"finish_reason": _reason(why, message), "message": _message(message)}
+            else:
+                choice |= {"finish_reason": why, "text": text}
             choices.append(choice)
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage(sequences)}
 
-    def piece(
-        self, index: int, text: str, logprobs: Sequences[TokenLogprobs] = (), first: bool = False
-    ) -> dict[str, Any]:
-        """Returns the chunk for a piece of one text.
+    def begin(self, texts: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant"}
+        return [self._chunk(index, delta if self._chat else "") for index in range(texts)]
 
-        Args:
-            index: index of the text.
-            text: the piece.
-            logprobs: log-probabilities of the tokens since the last piece.
-            first: whether it is the first piece of the text.
-        """
-        return self._chunk(index, text, None, logprobs, first)
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        if not self._chat:
+            return [self._chunk(index, piece.text, piece=piece)]
+        return self._deltas(index, self._messages[index].put(piece.text), piece)
 
-    def last(
-        self, index: int, sequence: ServedText, logprobs: Sequences[TokenLogprobs] = ()
-    ) -> dict[str, Any]:
-        """Returns the chunk for the end of one text."""
-        return self._chunk(index, "", reason(sequence), logprobs, False)
+    def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
+        why = reason(sequence)
+        if not self._chat:
+            return [self._chunk(index, "", why, piece)]
+        message = self._messages[index]
+        chunks = self._deltas(index, message.end(), piece)
+        return [*chunks, self._chunk(index, {}, _reason(why, message))]
 
-    def usage_alone(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        """Returns the chunk of token counts that ends a stream with ``include_usage``."""
-        return self._stream_head() | {"choices": [], "usage": usage(sequences)}
+    def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
+        if not self._usage_wanted:
+            return []
+        return [self._stream_head() | {"choices": [], "usage": usage(sequences)}]
+
+    def failure(self, message: str) -> dict[str, Any]:
+        return error(message, "server_error")
+
+    def encoded(self, event: dict[str, Any]) -> str:
+        return f"data: {json.dumps(event)}\n\n"
+
+    def _deltas(self, index: int, deltas: list[Delta], piece: Piece) -> list[dict[str, Any]]:
+        """Returns a chunk for each delta; the first one has what is known of the tokens."""
+        known = bool(piece.logprobs or piece.levels)
+        shown = [_delta(delta) for delta in deltas] or ([{}] if known else [])
+        return [
+            self._chunk(index, delta, piece=_NOTHING if number else piece)
+            for number, delta in enumerate(shown)
+        ]
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else self._kind}
 
     def _chunk(
-        self, index: int, text: str, why: str | None, logprobs: Sequences[TokenLogprobs], first: bool
+        self, index: int, added: str | dict[str, Any], why: str | None = None, piece: Piece = _NOTHING
     ) -> dict[str, Any]:
-        scores = self._logprobs(logprobs) if logprobs else None
+        scores = self._logprobs(piece.logprobs) if piece.logprobs else None
         choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": scores}
-        if self._chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
-        else:
-            choice["text"] = text
-        more = {"usage": None} if self.usage_wanted else {}
+        choice["delta" if self._chat else "text"] = added
+        if piece.levels:
+            choice["levels"] = [each._asdict() for each in piece.levels]
+        more = {"usage": None} if self._usage_wanted else {}
         return self._stream_head() | {"choices": [choice]} | more
 
     def _logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any] | None:
@@ -89,6 +146,37 @@ class Reply:
         if not self._scored:
             return None
         return _chat_logprobs(entries) if self._chat else _completion_logprobs(entries)
+
+
+def messages(read: Read) -> list[Message]:
+    """Returns a message for each text of a request, before its first piece."""
+    parallel = not isinstance(read.asked, ChatRequest) or read.asked.offer.parallel
+    return [Message(read.parsing, parallel) for _ in range(read.asked.choices)]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Returns a whole message of a chat."""
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.calls:
+        shown |= {"content": message.content or None, "tool_calls": [_call(each) for each in message.calls]}
+    return shown
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.call is not None:
+        return {"tool_calls": [{"index": delta.call.number, **_call(delta.call)}]}
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
+
+
+def _call(call: NamedCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": call.call._asdict()}
+
+
+def _reason(why: str, message: Message) -> str:
+    """Returns the finish reason of a message."""
+    return "tool_calls" if message.calls and why == "stop" else why
 
 
 def _chat_logprobs(entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
@@ -122,13 +210,6 @@ def _by_text(entry: TokenLogprobs) -> dict[str, float | None]:
             name = f"token_id:{other.token}" if other.text in logprobs else other.text
             logprobs[name] = other.logprob
     return logprobs
-
-
-def with_levels(chunk: dict[str, Any], levels: Sequences[LevelText]) -> dict[str, Any]:
-    """Returns a chunk of one text, and in it what proposed its tokens, if that is known."""
-    if levels:
-        chunk["choices"][0]["levels"] = [each._asdict() for each in levels]
-    return chunk
 
 
 def reason(sequence: ServedText) -> str:

@@ -66,6 +66,7 @@ class ServedText:
         alternatives: number of most probable tokens to report for each new token.
         levels: whether to report what proposed each new token.
         seed: seed of its draws, which then do not depend on the batch; None for a random seed.
+        shown: ids of special tokens whose names are part of the text.
         emit: called with pieces of text while it is decoded, then once with None. It is called in the
             scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
             :meth:`Scheduler.submit`.
@@ -86,6 +87,7 @@ class ServedText:
     levels: bool = False
     speculation: Mapping[str, Any] | None = None
     echo: bool = False
+    shown: frozenset[int] = frozenset()
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
@@ -351,6 +353,7 @@ class Scheduler:
         sequence.stream = TextStream(
             tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives,
             partial(self._passed, sequence), sequence.levels, sequence.settings.get("min_new_tokens") or 0,
+            sequence.shown,
         )  # fmt: skip
         self.running += 1
 

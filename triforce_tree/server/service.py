@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,22 +13,23 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
+from triforce_tree.grammar import EBNF
 from triforce_tree.server.errors import client_message
 from triforce_tree.server.metrics import Metrics
-from triforce_tree.server.protocol import CompletionRequest, RefusedError, error
+from triforce_tree.server.protocol import CompletionRequest
 from triforce_tree.server.readers import Readers
-from triforce_tree.server.reading import Asked, Ids
-from triforce_tree.server.replies import Reply, outputs_wanted, with_levels
+from triforce_tree.server.reading import Answered, Read, Route
+from triforce_tree.server.refusals import RefusedError
+from triforce_tree.server.replies import ChatReply, Piece, Reply, outputs_wanted
+from triforce_tree.server.response_reply import ResponseReply
 from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, ServedText
-from triforce_tree.server.text_stream import LevelText, TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
 
 ENDING = "the server is shutting down; ask again"
 # Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
-# Elements: the index of a text, its next piece (None at its end), and the log-probabilities and the levels of
-# the tokens since the last piece.
-_Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs], list[LevelText]]]
+# Elements: the index of a text, a piece of it, and whether it is the last one.
+_Pieces = asyncio.Queue[tuple[int, Piece, bool]]
 _Emit = Callable[[int, ServedText, str | None], None]
 
 
@@ -50,17 +51,19 @@ class Service:
         self.engine, self.name, self.scheduler, self.metrics = engine, name, scheduler, metrics
         self.readers = readers
 
-    async def answer(self, body: bytes, chat: bool, request: Request) -> Response:
+    async def answer(self, body: bytes, route: Route, request: Request) -> Response:
         """Returns a whole reply or a stream of chunks.
 
         Raises:
             RefusedError: the request is not valid, or the server cannot accept it now.
         """
-        read = await self.readers.read(body, chat)
-        asked, pieces = read.asked, _Pieces()
+        read = await self.readers.read(body, route)
+        if isinstance(read, Answered):
+            return Response(await asyncio.to_thread(_encoded, read.body), media_type="application/json")
+        pieces = _Pieces()
         emit = _emitter(pieces, asyncio.get_running_loop())
-        # In a thread, as lists of millions of tokens would block the event loop.
-        sequences = await asyncio.to_thread(self._sequences, asked, read.prompts, emit)
+        # In a thread, as lists of millions of tokens would block the event loop, and a grammar is compiled.
+        sequences = await asyncio.to_thread(self._sequences, read, emit)
         try:
             self.scheduler.submit(sequences)
         except QueueFullError as problem:
@@ -68,15 +71,17 @@ class Service:
             raise RefusedError(str(problem), 429, retry=1) from problem
         except ClosedError as problem:
             raise RefusedError(ENDING, 503, retry=5) from problem
-        reply = Reply(asked, self.name)
-        if asked.stream:
-            return _Streamed(_ended(self._stream(reply, sequences, pieces)), sequences)
+        reply: Reply = (
+            ChatReply(read, self.name) if read.echoed is None else ResponseReply(read, read.echoed, self.name)
+        )
+        if read.asked.stream:
+            return _Streamed(_ended(self._stream(reply, sequences, pieces), reply), sequences)
         with _cancelled_at_the_end(sequences):
             running = len(sequences)
             while running:
                 with contextlib.suppress(TimeoutError):
-                    _, piece, *_ = await asyncio.wait_for(pieces.get(), _LOOK)
-                    running -= piece is None
+                    _, _, last = await asyncio.wait_for(pieces.get(), _LOOK)
+                    running -= last
                 if await request.is_disconnected():
                     return Response(status_code=499)
         _raise_errors(sequences)
@@ -86,34 +91,43 @@ class Service:
 
     async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: _Pieces) -> AsyncIterator[str]:
         """Yields the server-sent events of a stream."""
-        for index in range(len(sequences)):
-            yield _event(reply.piece(index, "", first=True))
+        for event in reply.begin(len(sequences)):
+            yield reply.encoded(event)
         running = len(sequences)
         while running:
-            index, text, logprobs, levels = await pieces.get()
-            if text is not None:
-                yield _event(with_levels(reply.piece(index, text, logprobs), levels))
-                continue
-            running -= 1
-            sequence = sequences[index]
-            if sequence.complete:
-                yield _event(with_levels(reply.last(index, sequence, logprobs), levels))
+            index, piece, last = await pieces.get()
+            if not last:
+                events = reply.piece(index, piece)
             else:
-                why = ENDING if sequence.error is None else client_message(sequence.error)
-                yield _event(error(why, "server_error"))
-        if reply.usage_wanted and all(sequence.complete for sequence in sequences):
-            yield _event(reply.usage_alone(sequences))
-        yield "data: [DONE]\n\n"
+                running -= 1
+                sequence = sequences[index]
+                if sequence.complete:
+                    events = reply.last(index, sequence, piece)
+                else:
+                    why = ENDING if sequence.error is None else client_message(sequence.error)
+                    events = [reply.failure(why)]
+            for event in events:
+                yield reply.encoded(event)
+        if all(sequence.complete for sequence in sequences):
+            for event in reply.end(sequences):
+                yield reply.encoded(event)
+        yield reply.closing
 
-    def _sequences(self, asked: Asked, prompts: list[Ids], emit: _Emit) -> list[ServedText]:
+    def _sequences(self, read: Read, emit: _Emit) -> list[ServedText]:
         """Returns the sequences of a request.
 
         Raises:
             RefusedError: the request asks for too many new tokens, or for more than the model has positions.
         """
-        target, most = self.engine.target, self.scheduler.limits.new_tokens
+        target, most, asked = self.engine.target, self.scheduler.limits.new_tokens, read.asked
+        grammar: dict[str, Any] = {}
+        if read.grammar is not None:
+            grammar = {"grammar": EBNF(read.grammar)}
+            # Here rather than in the thread that decodes, which then finds it compiled.
+            self.engine.compile(grammar["grammar"])
+        shown = self._shown_tokens(read.parsing.markers)
         sequences: list[ServedText] = []
-        for prompt in prompts:
+        for prompt in read.prompts:
             ids: list[int] = prompt.tolist()
             left = most if target.max_positions is None else min(most, target.max_positions - len(ids))
             new = asked.limit or max(1, left)
@@ -127,6 +141,7 @@ class Service:
             ends = [] if own is None else torch.as_tensor(own).flatten().tolist()
             settings = {
                 "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
+                **grammar,
             }  # fmt: skip
             for number in range(asked.choices):
                 # The choices of a request with a seed differ from each other, and are reproducible.
@@ -136,10 +151,16 @@ class Service:
                     asked.stream_options is not None and asked.stream_options.include_levels,
                     speculation=asked.speculation,
                     echo=isinstance(asked, CompletionRequest) and asked.echo,
+                    shown=shown,
                 )  # fmt: skip
                 sequence.emit = partial(emit, len(sequences), sequence)
                 sequences.append(sequence)
         return sequences
+
+    def _shown_tokens(self, names: Sequence[str]) -> frozenset[int]:
+        """Returns the ids of the special tokens of these names, where they are tokens."""
+        tokens = self.engine.tokenizer.get_vocab() if names and self.engine.tokenizer is not None else {}
+        return frozenset(tokens[name] for name in names if name in tokens)
 
 
 class _Streamed(StreamingResponse):
@@ -160,13 +181,13 @@ class _Streamed(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _ended(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _ended(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]:
     """Yields the events of a stream, and an error event if an exception ends it."""
     try:
         async for event in events:
             yield event
     except Exception as problem:
-        yield _event(error(client_message(problem), "server_error"))
+        yield reply.encoded(reply.failure(client_message(problem)))
 
 
 def _unheard(text: str | None) -> None:
@@ -178,10 +199,10 @@ def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
 
     def emit(index: int, sequence: ServedText, text: str | None) -> None:
         stream = sequence.stream
-        logprobs, levels = ([], []) if stream is None else (stream.take_logprobs(), stream.take_levels())
+        scores = ([], []) if stream is None else (stream.take_logprobs(), stream.take_levels())
         # The event loop may have ended with the server.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, text, logprobs, levels))
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, Piece(text or "", *scores), text is None))
 
     return emit
 
@@ -208,7 +229,3 @@ def _raise_errors(sequences: list[ServedText]) -> None:
 def _encoded(body: dict[str, Any]) -> bytes:
     """Encodes JSON in small pieces, so that other threads can run in between."""
     return "".join(json.JSONEncoder().iterencode(body)).encode()
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"

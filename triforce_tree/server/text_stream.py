@@ -74,6 +74,7 @@ class TextStream(TokenStreamer):
             before it; None for the first one.
         wants_origins: whether :meth:`take_levels` is called.
         least: number of new tokens whose text may have stop strings without ending.
+        shown: ids of special tokens whose names are part of the text.
 
     Attributes:
         text: the text that was emitted so far.
@@ -93,14 +94,15 @@ class TextStream(TokenStreamer):
         passed: Callable[[int, float | None], None] = lambda tokens, seconds: None,
         wants_origins: bool = False,
         least: int = 0,
+        shown: Collection[int] = (),
     ) -> None:
-        self._passed, self.wants_origins = passed, wants_origins
+        self._passed, self.wants_origins, self._shown = passed, wants_origins, shown
         self._origins: list[str] = []
         self._levels: list[LevelText] = []
         self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
         self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
         self._least, self._echoed = least, 0
-        self._new = NewText(self._vocabulary, (), (), self._stop)
+        self._new = NewText(self._vocabulary, (), (), self._stop, shown)
         self.text, self.count = "", 0
         self.first: float | None = None
         self.newest: float | None = None
@@ -114,7 +116,9 @@ class TextStream(TokenStreamer):
         return self._new.stopped
 
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
-        self._new = NewText(self._vocabulary, tokens, end_tokens, () if self._least else self._stop)
+        self._new = NewText(
+            self._vocabulary, tokens, end_tokens, () if self._least else self._stop, self._shown
+        )
 
     def echo(
         self, prompt: Sequence[int], scores: Sequence[tuple[float, list[tuple[int, float]]]] | None

@@ -1,6 +1,5 @@
 """Decodes a few tokens before the server answers, so that no client waits for kernels and captured stages."""
 
-import json
 import threading
 from collections.abc import Callable
 
@@ -61,7 +60,7 @@ def warm_up(engine: Engine, scheduler: Scheduler, prompt_tokens: int, said: Call
 def _decoded(scheduler: Scheduler, prompt: list[int], new: int, temperature: int) -> BaseException | None:
     """Decodes ``_NEW`` tokens with buffers for ``new``; returns the error, if there was one."""
     fields = {"model": "", "prompt": prompt, "temperature": temperature}
-    asked = request_of(json.dumps(fields).encode(), chat=False)
+    asked = request_of(fields, chat=False)
     ended = threading.Event()
 
     def emit(text: str | None) -> None:

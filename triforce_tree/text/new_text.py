@@ -34,7 +34,8 @@ codecs.register_error("triforce_tree.each_byte", _each_byte)
 class NewText:
     """Takes new tokens one by one, and returns their text as soon as it is certain.
 
-    Special tokens and end tokens have no text, but a stop string may contain their names.
+    Special tokens and end tokens have no text, but a stop string may contain their names. Special tokens in
+    ``shown`` have their names as text.
 
     A token is decoded together with a window of tokens before it, since many tokenizers decode the first
     token of a text differently. Bytes of a character that is split over tokens are joined. The time per token
@@ -45,6 +46,7 @@ class NewText:
         prompt: token ids of the prompt.
         end_tokens: token ids that end the sequence.
         stop: strings before which the text ends. Only new text is searched.
+        shown: ids of special tokens whose names are text.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class NewText:
         prompt: Sequence[int],
         end_tokens: Collection[int] = (),
         stop: Sequence[str] = (),
+        shown: Collection[int] = (),
     ) -> None:
-        self._vocabulary, self._ends = vocabulary, end_tokens
+        self._vocabulary, self._ends, self._shown = vocabulary, end_tokens, shown
         self._matcher = StopMatcher(stop) if stop else None
         errors = "replace" if vocabulary.of_bytes else "triforce_tree.each_byte"
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors)
@@ -88,7 +91,7 @@ class NewText:
 
     def hidden(self, token: int) -> bool:
         """Returns whether a token has no text."""
-        return token in self._ends or self._vocabulary.token(token).special
+        return token in self._ends or (self._vocabulary.token(token).special and token not in self._shown)
 
     def put(self, token: int) -> str:
         """Adds a token, and returns the text that is certain now."""
@@ -127,8 +130,12 @@ class NewText:
 
     def _added(self, token: int) -> str:
         """Returns the text that is certain after a token that has text."""
-        raw = self._vocabulary.token(token).raw
-        if raw is None:
+        known = self._vocabulary.token(token)
+        raw = known.raw
+        if known.special:
+            text = self._of_bytes(b"", final=True) + (self._decoded(None) if self._open else "")
+            text += self._name(token)
+        elif raw is None:
             text = self._of_bytes(b"", final=True) + self._decoded(token)
         else:
             text = (self._decoded(None) if self._open else "") + self._of_bytes(raw)

@@ -42,6 +42,15 @@ def add(subparsers: Any) -> None:
         help="of processor time for a request's chat template and tokenizer, and as many again for each MiB",
     )  # fmt: skip
     parser.add_argument(
+        "--tool-parser", metavar="NAME",
+        help="format of the model's tool calls: harmony, mistral, mistral_json, deepseek_v3, deepseek_v31, "
+        "qwen3_coder, glm, hermes, pythonic, llama3_json or none; by default that of its chat template",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-reasoning", action="store_true",
+        help="leave reasoning, as between <think> and </think>, in the content of replies",
+    )  # fmt: skip
+    parser.add_argument(
         "--warm-up-tokens", type=not_negative, metavar="N",
         help="tokens of the longest prompt that is decoded before requests are answered, so that stages are "
         "prepared; 0 for none; by default --max-batch-tokens on a GPU, and 64 on a CPU",

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     key = args.api_key or os.environ.get(KEY) or None
     most = None if args.max_body is None else bytes_of(args.max_body, "--max-body")
     served = Served(
-        name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout, args.warm_up_tokens
+        name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout, args.warm_up_tokens,
+        args.tool_parser, not args.keep_reasoning,
     )  # fmt: skip
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)

@@ -1,0 +1,175 @@
+"""Makes the reply to ``POST /v1/responses``, whole or as events."""
+
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+from triforce_tree.server.reading import Read
+from triforce_tree.server.replies import Piece, messages, reason, usage
+from triforce_tree.server.scheduler import ServedText
+from triforce_tree.server.tools.message import Delta, NamedCall
+
+# Values of fields that a request leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+    "temperature": 1.0, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+    "top_p": 1.0, "error": None, "previous_response_id": None, "store": False, "truncation": "disabled",
+}  # fmt: skip
+
+
+class ResponseReply:
+    """A reply of one message: its reasoning, content and calls are items, in the order of the text.
+
+    Args:
+        read: the request.
+        echoed: fields that the reply repeats.
+        model: the name of the model.
+    """
+
+    closing = ""
+
+    def __init__(self, read: Read, echoed: dict[str, Any], model: str) -> None:
+        [self._message] = messages(read)
+        self._head = {
+            **_DEFAULTS, **echoed, "id": _new_id("resp"), "object": "response", "model": model,
+            "created_at": int(time.time()),
+        }  # fmt: skip
+        self._numbers = itertools.count()
+        # The items that are complete, and the one that is being written, if there is one.
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
+        [sequence] = sequences
+        assert sequence.stream is not None
+        message = self._message
+        message.put_whole(sequence.stream.text)
+        self._output = [
+            *([_reasoning(message.reasoning)] if message.reasoning else ()),
+            *([_text(message.content)] if message.content or not message.calls else ()),
+            *map(_call, message.calls),
+        ]
+        return self._ended(sequences)
+
+    def begin(self, texts: int) -> list[dict[str, Any]]:
+        shown = {**self._head, "status": "in_progress", "output": []}
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=shown) for name in names]
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        return list(self._written(self._message.put(piece.text)))
+
+    def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
+        return [*self._written(self._message.end()), *self._closed()]
+
+    def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
+        body = self._ended(sequences)
+        return [self._event(f"response.{body['status']}", response=body)]
+
+    def failure(self, message: str) -> dict[str, Any]:
+        return self._event("error", code="server_error", message=message, param=None)
+
+    def encoded(self, event: dict[str, Any]) -> str:
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def _ended(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
+        cut = reason(sequences[0]) == "length"
+        counts = usage(sequences)
+        return {
+            **self._head, "status": "incomplete" if cut else "completed", "output": self._output,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": {
+                "input_tokens": counts["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def _written(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
+        """Yields the events of what is added to the message."""
+        for delta in deltas:
+            if delta.call is not None:
+                yield from self._closed()
+                yield from self._called(delta.call)
+                continue
+            kind = "reasoning" if delta.reasoning else "message"
+            if self._open is None or self._open["type"] != kind:
+                yield from self._closed()
+                yield from self._opened(_reasoning("") if delta.reasoning else _text(""))
+            assert self._open is not None
+            added = delta.reasoning or delta.content
+            self._open["content"][0]["text"] += added
+            name = "reasoning_text" if delta.reasoning else "output_text"
+            yield self._in_part(f"response.{name}.delta", delta=added)
+
+    def _opened(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the events of a new item of text."""
+        self._open = item
+        yield self._of_item("response.output_item.added", {**item, "content": [], "status": "in_progress"})
+        yield self._in_part("response.content_part.added", part=dict(item["content"][0]))
+
+    def _closed(self) -> Iterator[dict[str, Any]]:
+        """Yields the events of the end of the item that is being written, if there is one."""
+        if self._open is None:
+            return
+        item, [part] = self._open, self._open["content"]
+        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        yield self._in_part(f"response.{name}.done", text=part["text"])
+        yield self._in_part("response.content_part.done", part=part)
+        yield self._of_item("response.output_item.done", item)
+        self._output.append(item)
+        self._open = None
+
+    def _called(self, call: NamedCall) -> Iterator[dict[str, Any]]:
+        item = _call(call)
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        arguments = item["arguments"]
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._of_item("response.output_item.added", begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event(
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
+        )
+        yield self._of_item("response.output_item.done", item)
+        self._output.append(item)
+
+    def _of_item(self, kind: str, item: dict[str, Any]) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self._output), item=item)
+
+    def _in_part(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._open is not None
+        more: dict[str, Any] = {"logprobs": []} if kind.startswith("response.output_text") else {}
+        place = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
+        return self._event(kind, **place, **fields, **more)
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": text}
+    return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [part], "status": "completed"}
+
+
+def _text(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "type": "message", "id": _new_id("msg"), "role": "assistant", "status": "completed",
+        "content": [part],
+    }  # fmt: skip
+
+
+def _call(call: NamedCall) -> dict[str, Any]:
+    return {
+        "type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.call.name,
+        "arguments": call.call.arguments, "status": "completed",
+    }  # fmt: skip

@@ -1,0 +1,171 @@
+"""What all formats of tool calls share: the call, its errors, and the reading of arguments."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+Schema = Mapping[str, Any]
+# The JSON schemas of the arguments of the tools that a request offers, by name.
+Tools = Mapping[str, Schema]
+# A part of an xgrammar structural tag, as JSON.
+Shape = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A tool call; ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class MalformedCallError(ValueError):
+    """A text that begins like a tool call is none, and is shown as text."""
+
+
+class UnfinishedCallError(MalformedCallError):
+    """A closing marker was found within a string, so the call may go on after it."""
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes tool calls.
+
+    Attributes:
+        opening: strings that begin calls.
+        closing: the string that ends what ``opening`` has begun; empty for the end of the text.
+        at_start: whether calls are found only at the beginning of a text. Such calls need the name of a tool
+            that was offered, as other texts may begin like them.
+        markers: names of special tokens that the text must show.
+        id_length: number of characters of an identifier of a call, letters and digits; None for OpenAI's.
+    """
+
+    @property
+    def opening(self) -> tuple[str, ...]: ...
+
+    @property
+    def closing(self) -> str: ...
+
+    @property
+    def at_start(self) -> bool: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def id_length(self) -> int | None: ...
+
+    def fits(self, template: str) -> bool:
+        """Returns whether a chat template teaches this format."""
+
+    def calls(self, text: str, tools: Tools) -> list[Call]:
+        """Returns the calls of a text from ``opening`` to ``closing``, which may be missing at its end.
+
+        Raises:
+            MalformedCallError: the text is no call in this format.
+        """
+
+    def shape(self, tools: Tools, several: bool) -> Shape:
+        """Returns the structure of a text that consists of one call, or of one or several."""
+
+
+def arguments_of(value: Any) -> str:
+    """Returns the arguments of a call, an object or its JSON text, as JSON text.
+
+    Raises:
+        MalformedCallError: the arguments are not an object.
+    """
+    if isinstance(value, str):
+        value = parsed(value)[0]
+    if not isinstance(value, dict):
+        raise MalformedCallError("the arguments are not an object")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def call_of(value: Any) -> Call:
+    """Returns the call in an object with ``name`` and ``arguments`` or ``parameters``.
+
+    Raises:
+        MalformedCallError: the value is not such an object.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise MalformedCallError("the call has no name")
+    given = value.get("arguments", value.get("parameters"))
+    return Call(value["name"], arguments_of({} if given is None else given))
+
+
+def parsed(text: str, start: int = 0) -> tuple[Any, int]:
+    """Returns the JSON value that begins at ``start``, after whitespace, and the place after it.
+
+    Raises:
+        UnfinishedCallError: the text ends within a string.
+        MalformedCallError: there is no JSON value.
+    """
+    start += len(text[start:]) - len(text[start:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        kind = UnfinishedCallError if error.msg.startswith("Unterminated string") else MalformedCallError
+        raise kind(error.msg) from error
+    except (ValueError, RecursionError) as error:
+        raise MalformedCallError(str(error)) from error
+
+
+def only(text: str) -> Any:
+    """Returns the JSON value that is the whole text.
+
+    Raises:
+        MalformedCallError: the text is not one JSON value.
+    """
+    value, end = parsed(text)
+    if text[end:].strip():
+        raise MalformedCallError("text follows the call")
+    return value
+
+
+def typed(text: str, schema: Any) -> Any:
+    """Returns the value of an argument that a model wrote without quotes, by the type in its schema."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    types = {declared} if isinstance(declared, str) else set(declared or ())
+    alternatives = isinstance(schema, Mapping) and ("anyOf" in schema or "oneOf" in schema)
+    if types == {"string"} or not (types or alternatives):
+        return text
+    try:
+        return only({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except MalformedCallError:
+        return text
+
+
+# Most successive blanks between the parts of a constrained JSON text. Without a limit a model may write
+# blanks for ever.
+_MOST_BLANKS = 32
+
+
+def tag(begin: str, content: Shape, end: str) -> Shape:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def json_shape(schema: Schema, **more: Any) -> Shape:
+    return {"type": "json_schema", "json_schema": dict(schema), "max_whitespace_cnt": _MOST_BLANKS, **more}
+
+
+def constant(text: str) -> Shape:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Shape) -> Shape:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def separated(tags: list[Shape], separator: str, several: bool) -> Shape:
+    """Returns the structure of one of ``tags``, or of one or several."""
+    return {
+        "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
+        "stop_after_first": not several,
+    }  # fmt: skip
+
+
+def _no_number(text: str) -> NoReturn:
+    raise MalformedCallError(f"{text} is no JSON")
+
+
+# Models write line feeds in strings without escapes.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)

@@ -1,0 +1,150 @@
+"""OpenAI's gpt-oss: messages with a header, which names a channel and perhaps the tool that is called."""
+
+import re
+from collections.abc import Iterator
+
+from triforce_tree.server.tools.calls import (
+    Call,
+    MalformedCallError,
+    Shape,
+    Tools,
+    arguments_of,
+    constant,
+    json_shape,
+    only,
+    sequence,
+    tag,
+)
+from triforce_tree.server.tools.spans import Parser, Part, Reasoning, first, partial
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_BOUNDS = (*_ENDS, _START, _CHANNEL)
+_HEADERS = (_START, _CHANNEL)
+# The prompt ends with the role of the first header, which may go on with the tool that is called.
+_RECIPIENT = " to="
+_LONGEST = max(map(len, _BOUNDS))
+# A header is shorter; a longer one is content.
+_MOST_HEADER = 512
+
+
+class Harmony:
+    """Channel ``analysis`` is reasoning, a message to a tool is a call, everything else is content."""
+
+    markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+    id_length = None
+
+    def fits(self, template: str) -> bool:
+        return _CHANNEL in template and _MESSAGE in template
+
+    def parser(self, tools: Tools, reasoning: Reasoning | None) -> Parser:
+        return _Messages(tools)
+
+    def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
+        begin = f"{_CHANNEL}commentary to=functions.{{}} {_CONSTRAIN}json{_MESSAGE}"
+        tags = [tag(begin.format(name), json_shape(schema), "") for name, schema in tools.items()]
+        return _thoughts({"type": "or", "elements": tags})
+
+    def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
+        return _thoughts(sequence(constant(f"{_CHANNEL}final{_MESSAGE}"), content))
+
+
+def _thoughts(shape: Shape) -> Shape:
+    thoughts = tag(f"{_CHANNEL}analysis{_MESSAGE}", {"type": "any_text"}, f"{_ENDS[0]}{_START}assistant")
+    return sequence({"type": "optional", "content": thoughts}, shape)
+
+
+class _Messages:
+    """The parser of :class:`Harmony`."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._text = tools, ""
+        self._step = self._beginning
+        # The header of the message that is being read, with its markers, and the tool that it calls.
+        self._header, self._tool, self._reasons = "", "", False
+        # The place in the arguments of a call from which their end is searched.
+        self._from = 0
+
+    def put(self, text: str) -> list[Part]:
+        self._text += text
+        return self._parts(final=False)
+
+    def end(self) -> list[Part]:
+        # A call may have no arguments.
+        return self._parts(final=True) + (list(self._call("", "")) if self._step == self._arguments else [])
+
+    def _parts(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        before = None
+        while self._text and before != (self._step, len(self._text)):
+            before = self._step, len(self._text)
+            parts += self._step(final)
+        return parts
+
+    def _beginning(self, final: bool) -> Iterator[Part]:
+        if self._text.startswith(_RECIPIENT):
+            self._step = self._in_header
+        elif final or not _RECIPIENT.startswith(self._text):
+            self._step = self._outside
+        yield from ()
+
+    def _outside(self, final: bool) -> Iterator[Part]:
+        """Before and after messages; text here is content, in case that a model writes no headers."""
+        at, found = first(self._text, _HEADERS)
+        end = at if found else len(self._text) - (0 if final else partial(self._text, _HEADERS))
+        if end:
+            yield Part(self._text[:end])
+        self._text = self._text[end:]
+        if found:
+            self._step = self._in_header
+
+    def _in_header(self, final: bool) -> Iterator[Part]:
+        at = self._text.find(_MESSAGE, 0, _MOST_HEADER + len(_MESSAGE))
+        if at < 0:
+            if final or len(self._text) >= _MOST_HEADER + len(_MESSAGE):
+                # The first character alone, as a header may begin after it.
+                yield Part(self._text[0])
+                self._text, self._step = self._text[1:], self._outside
+            return
+        end = at + len(_MESSAGE)
+        self._header, self._text = self._text[:end], self._text[end:]
+        # A message that was begun and has no body is replaced by the next one.
+        header = self._header[self._header.rfind(_START) + 1 :]
+        tool = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
+        self._tool = tool[1] if tool and self._tools else ""
+        self._reasons = not self._tool and f"{_CHANNEL}analysis" in header
+        self._step, self._from = self._arguments if self._tool else self._body, 0
+
+    def _body(self, final: bool) -> Iterator[Part]:
+        at, found = first(self._text, _BOUNDS)
+        end = at if found else len(self._text) - (0 if final else partial(self._text, _BOUNDS))
+        if end:
+            yield Part(reasoning=self._text[:end]) if self._reasons else Part(self._text[:end])
+        self._text = self._text[end:]
+        if found:
+            self._next(found)
+
+    def _arguments(self, final: bool) -> Iterator[Part]:
+        at, found = first(self._text, _BOUNDS, self._from)
+        self._from = max(0, len(self._text) - _LONGEST)
+        if found:
+            body, self._text = self._text[:at], self._text[at:]
+            ending = found if found in _ENDS else ""
+            self._next(found)
+            yield from self._call(body, ending)
+        elif final:
+            body, self._text = self._text, ""
+            yield from self._call(body, "")
+
+    def _next(self, found: str) -> None:
+        if found in _ENDS:
+            self._text = self._text[len(found) :]
+        self._step = self._in_header if found in _HEADERS else self._outside
+
+    def _call(self, body: str, ending: str) -> Iterator[Part]:
+        if self._step == self._arguments:
+            self._step = self._outside
+        try:
+            yield Part(call=Call(self._tool, arguments_of(only(body) if body.strip() else {})))
+        except MalformedCallError:
+            yield Part(self._header + body + ending)

@@ -1,0 +1,278 @@
+"""Splits a text with marked spans into content, reasoning and tool calls, piece by piece."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from triforce_tree.server.tools.calls import (
+    Call,
+    MalformedCallError,
+    Shape,
+    ToolFormat,
+    Tools,
+    UnfinishedCallError,
+    sequence,
+    tag,
+)
+
+# A call may contain its own closing marker in a string, so the next ones are tried too, up to this many.
+_MOST_CLOSINGS = 8
+
+
+class Part(NamedTuple):
+    """A part of a text: content or reasoning that is to be appended, or a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: Call | None = None
+
+
+class Parser(Protocol):
+    """Takes a text in pieces of any size. The parts together do not depend on where the text was cut."""
+
+    def put(self, text: str) -> list[Part]:
+        """Returns the parts that are certain after one more piece."""
+
+    def end(self) -> list[Part]:
+        """Returns the rest after the last piece."""
+
+
+class Format(Protocol):
+    """How a model marks reasoning and calls in its text; ``FORMATS`` has all of them.
+
+    Attributes:
+        markers: names of special tokens that the text must show.
+        id_length: see ``ToolFormat``.
+    """
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def id_length(self) -> int | None: ...
+
+    def fits(self, template: str) -> bool:
+        """Returns whether a chat template teaches this format."""
+
+    def parser(self, tools: Tools, reasoning: "Reasoning | None") -> Parser:
+        """Returns a parser of one text.
+
+        Args:
+            tools: the tools that may be called; empty if calls are not looked for.
+            reasoning: the markers of reasoning; None if the text has none.
+        """
+
+    def calls_shape(self, tools: Tools, reasoning: "Reasoning | None", several: bool) -> Shape:
+        """Returns the structure of a text that calls a tool, or several, perhaps after reasoning."""
+
+    def content_shape(self, content: Shape, reasoning: "Reasoning | None") -> Shape:
+        """Returns the structure of a text whose content has the structure ``content``."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The markers around the reasoning at the beginning of a text.
+
+    Attributes:
+        inside: whether the prompt has already opened it.
+    """
+
+    opening: str
+    closing: str
+    inside: bool = False
+
+    def before(self, shape: Shape) -> Shape:
+        """Returns the structure of a text that may begin with reasoning and then has this structure."""
+        text = {"type": "any_text"}
+        blanks = {"type": "regex", "pattern": r"\n{0,2}"}
+        if self.inside:
+            return sequence(tag("", text, self.closing), blanks, shape)
+        thoughts = sequence(tag(self.opening, text, self.closing), blanks)
+        return sequence({"type": "optional", "content": thoughts}, shape)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The format of texts whose calls are spans between markers."""
+
+    calls: ToolFormat
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.calls.markers
+
+    @property
+    def id_length(self) -> int | None:
+        return self.calls.id_length
+
+    def fits(self, template: str) -> bool:
+        return self.calls.fits(template)
+
+    def parser(self, tools: Tools, reasoning: Reasoning | None) -> Parser:
+        return _SpanParser(self.calls if tools else None, tools, reasoning)
+
+    def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
+        return self.content_shape(self.calls.shape(tools, several), reasoning)
+
+    def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
+        return content if reasoning is None else reasoning.before(content)
+
+
+class _SpanParser:
+    """The parser of :class:`Spans`.
+
+    Blanks between reasoning and what follows, and blanks before and after calls, are not part of the content.
+    A span that is no call becomes content with its markers and blanks.
+    """
+
+    def __init__(self, form: ToolFormat | None, tools: Tools, reasoning: Reasoning | None) -> None:
+        self._form, self._tools, self._reasoning = form, tools, reasoning
+        self._text = ""
+        self._step = self._content if form is None and reasoning is None else self._beginning
+        if reasoning is not None and reasoning.inside:
+            self._step = self._thoughts
+        # Within a span: the blanks before it, the place from which its end is searched, the place after its
+        # first closing marker, and the number of closing markers.
+        self._blanks, self._from, self._first, self._closings = "", 0, 0, 0
+        # Whether only blanks follow the last call.
+        self._after_call = False
+
+    def put(self, text: str) -> list[Part]:
+        self._text += text
+        return self._parts(final=False)
+
+    def end(self) -> list[Part]:
+        return self._parts(final=True)
+
+    def _parts(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        step = None
+        # A step that needs more text leaves itself in place.
+        while self._text and step != self._step:
+            step = self._step
+            left = len(self._text)
+            parts += step(final)
+            if len(self._text) != left:
+                step = None
+        return parts
+
+    def _beginning(self, final: bool) -> Iterator[Part]:
+        """At the beginning of the text or after the reasoning."""
+        text = self._text.lstrip()
+        known = self._reasoning
+        if known is not None and text.startswith(known.opening):
+            self._text, self._step = text[len(known.opening) :], self._thoughts
+            return
+        form = self._form
+        openings = form.opening if form is not None and form.at_start else ()
+        for opening in openings:
+            if text.startswith(opening):
+                self._open(self._text[: len(self._text) - len(text)], text, opening)
+                return
+        awaited = (*openings, known.opening) if known is not None else openings
+        if final or not any(each.startswith(text) for each in (*awaited, "")):
+            self._step = self._content
+        yield from ()
+
+    def _thoughts(self, final: bool) -> Iterator[Part]:
+        assert self._reasoning is not None
+        closing = self._reasoning.closing
+        before, found, after = self._text.partition(closing)
+        if found:
+            yield from _shown(reasoning=before)
+            self._text, self._step, self._reasoning = after, self._after_thoughts, None
+            return
+        held = 0 if final else partial(self._text, (closing,))
+        yield from _shown(reasoning=self._text[: len(self._text) - held])
+        self._text = self._text[len(self._text) - held :]
+
+    def _after_thoughts(self, final: bool) -> Iterator[Part]:
+        self._text = self._text.lstrip()
+        if self._text:
+            self._step = self._beginning
+        yield from ()
+
+    def _content(self, final: bool) -> Iterator[Part]:
+        text = self._text
+        if self._form is None or self._form.at_start:
+            self._text = ""
+            yield from _shown(text)
+            return
+        at, opening = first(text, self._form.opening)
+        held = 0 if opening or final else partial(text, self._form.opening)
+        end = at if opening else len(text) - held
+        content = text[:end].rstrip()
+        blanks = text[len(content) : end]
+        if content:
+            self._after_call = False
+            yield Part(content)
+        if opening:
+            self._open(blanks, text[at:], opening)
+            return
+        self._text = text[len(content) :]
+        if final:
+            self._text = ""
+            if not self._after_call:
+                yield from _shown(blanks)
+
+    def _open(self, blanks: str, text: str, opening: str) -> None:
+        self._blanks, self._text, self._step = blanks, text, self._span
+        self._from, self._first, self._closings = len(opening), 0, 0
+
+    def _span(self, final: bool) -> Iterator[Part]:
+        assert self._form is not None
+        closing = self._form.closing
+        while closing and (at := self._text.find(closing, self._from)) >= 0:
+            self._from = at + len(closing)
+            self._first = self._first or self._from
+            self._closings += 1
+            try:
+                calls = self._form.calls(self._text[: self._from], self._tools)
+            except UnfinishedCallError:
+                if self._closings < _MOST_CLOSINGS:
+                    continue
+                yield from self._released(self._first)
+            except MalformedCallError:
+                yield from self._released(self._first)
+            else:
+                yield from self._called(calls, self._from)
+            return
+        if not final:
+            self._from = max(self._from, len(self._text) - len(closing) + 1) if closing else self._from
+            return
+        try:
+            yield from self._called(self._form.calls(self._text, self._tools), len(self._text))
+        except MalformedCallError:
+            yield from self._released(self._first or len(self._text))
+
+    def _called(self, calls: list[Call], end: int) -> Iterator[Part]:
+        self._text, self._step, self._after_call = self._text[end:], self._content, True
+        for call in calls:
+            yield Part(call=call)
+
+    def _released(self, end: int) -> Iterator[Part]:
+        """Returns the beginning of a span that is no call as content."""
+        text, self._text = self._text[:end], self._text[end:]
+        self._step, self._after_call = self._content, False
+        yield Part(self._blanks + text)
+
+
+def _shown(content: str = "", reasoning: str = "") -> Iterator[Part]:
+    if content or reasoning:
+        yield Part(content, reasoning)
+
+
+def first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
+    """Returns the place of the first marker after ``start`` and the marker, or (-1, "")."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
+    return min(found, default=(-1, ""))
+
+
+def partial(text: str, markers: Sequence[str]) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a marker."""
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for count in range(min(longest, len(text)), 0, -1):
+        end = text[len(text) - count :]
+        if any(marker.startswith(end) for marker in markers):
+            return count
+    return 0
