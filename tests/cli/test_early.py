@@ -48,7 +48,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "schema that is no JSON": (
         ["generate", "TEXT", "--target", "TARGET", "--json-schema", "TEXT"], "is not JSON",
     ),
-    "empty expression": (["generate", "TEXT", "--target", "TARGET", "--regex", ""], "expression is ''; give a"),
+    "empty expression": (["generate", "TEXT", "--target", "TARGET", "--regex", ""], "expression is ''; give"),
     "long prompt": (["generate", "LONG", "--target", "TARGET"], "prompt tokens + 256 new ones"),
     "very long prompt": (["generate", "HUGE", "--target", "TARGET"], "the model 4,096 positions; shorten it"),
     "long for new tokens": (

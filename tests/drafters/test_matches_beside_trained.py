@@ -66,7 +66,7 @@ def of_plan(monkeypatch: pytest.MonkeyPatch, *kinds: PassKind) -> None:
     """Makes passes of these kinds, again and again, with all matched tokens that there are."""
     plan = cycle(kinds)
 
-    def choose(policy: PassPolicy, remaining: float, common: Any = ()) -> PassKind:
+    def choose(policy: PassPolicy, remaining: float, common: Any = (), most: Any = None) -> PassKind:
         policy.proposed = [9 if each else 0 for each in common]
         return next(plan)
 

@@ -68,7 +68,7 @@ def test_the_next_turn_extends_what_is_known(monkeypatch: pytest.MonkeyPatch) ->
     drafter.start([other])
     assert built == [40, 41]
     [match] = drafter.match([[*other, *other[:7]]])
-    assert match == (7, 7), "a dictionary holds what came later"
+    assert match[:2] == (7, 7), "a dictionary holds what came later"
 
 
 def test_a_text_that_repeats_itself_goes_on_so() -> None:
@@ -95,7 +95,7 @@ def decoded(
     left, accepted = list(kinds), 0
     loop = DecodingLoop.over(program, GREEDY, 0)
 
-    def choose(_: float, common: Sequence[int | None] = ()) -> PassKind:
+    def choose(_: float, common: Sequence[int | None] = (), most: object = None) -> PassKind:
         kind = left.pop(0) if left else PLAIN
         loop.policy.proposed = [program.shapes[kind.shape].depth if c else 0 for c in common]
         return kind

@@ -109,3 +109,24 @@ def test_a_grammar_needs_a_tokenizer(engine: Engine) -> None:
     without = Engine(engine.target.model)
     with pytest.raises(ValueError, match="grammar needs a tokenizer"):
         without.generate([1, 2, 3], max_new_tokens=3, grammar=Regex("a"))
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"unit": "celsius"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drafter": "lookup", "advanced": {"rounds": 1}}, {"advanced": {"lookup": 24, "rounds": 1}}],
+)
+def test_forced_tokens_are_drafted(options: dict[str, Any]) -> None:
+    """A text that the grammar forces takes few passes, though it occurs nowhere before."""
+    engine = triforce_tree.load(levels=2, **options)
+    short = {"max_new_tokens": 20, "temperature": 0}
+    free = engine.generate("The weather in", **short)
+    out = engine.generate("The weather in", max_new_tokens=90, temperature=0, grammar=Choice([CALL]))
+    assert out.text == CALL
+    assert out.levels is not None
+    assert out.new_tokens > 60
+    assert out.levels[-1].forwards <= out.new_tokens / 2
+    # Nothing is forced after it.
+    assert engine.generate("The weather in", **short).text == free.text

@@ -16,6 +16,7 @@ from triforce_tree.decoding.choice.stage_costs import known_costs
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.drafters.with_lookup import LONGEST
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
@@ -434,6 +435,9 @@ class DecodingLoop:
             running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
             texts = [s.tokens if s is not None else None for s in running]
             longest = max(len(s.tokens) for s in self.sequences if s is not None)
+            if self._masked and program.drafter is not None:
+                matchers = [None if s is None else s.matcher for s in running]
+                program.drafter.force([[] if m is None else m.forced(LONGEST) for m in matchers])
             kind = chooser.choose(texts, longest, max(s.left for s in running if s is not None))
             clock.start()
             if kind != PLAIN:

@@ -247,6 +247,11 @@ class Drafter:
                 since the last call.
         """
 
+    def force(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Takes the tokens that must follow each committed text by its grammar. Called before each pass of
+        sequences with grammars; a drafter may propose them without computing anything.
+        """
+
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         """Writes one tree per sequence into ``tree``. Proposals for sequences that have ended are ignored.
 

@@ -62,6 +62,7 @@ class SuffixMatching(Drafter):
         # The index holds the n-grams that end before this position.
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
+        self._forced = torch.full_like(self._chain, -1)
         self._last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
         self._counts = torch.zeros(batch, classes, 2, dtype=torch.float32, device=device)
         # The most tokens that a pass commits.
@@ -81,6 +82,7 @@ class SuffixMatching(Drafter):
         self._texts = [None if self._state.made_up else sequence for sequence in sequences]
         self._last.copy_(self._last.new_tensor([-1, 0]))
         self._counts.zero_()
+        self._forced.fill_(-1)
         self._known = [len(sequence) for sequence in sequences]
         self._catch_up()
 
@@ -89,6 +91,7 @@ class SuffixMatching(Drafter):
         self._indexed[b] = 0
         self._last[b] = self._last.new_tensor([-1, 0])
         self._counts[b] = 0
+        self._forced[b] = -1
         self._texts[b], self._known[b] = sequences[b], len(sequences[b])
         self._catch_up()
 
@@ -104,12 +107,24 @@ class SuffixMatching(Drafter):
         if max(grown) > self._most_new:
             self._catch_up()
 
+    def force(self, tokens: Sequence[Sequence[int]]) -> None:
+        padded = [[*own[: self.length], *[-1] * (self.length - len(own))] for own in tokens]
+        self._forced.copy_(torch.tensor(padded))
+
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest
         tree.tokens[:, 1:] = self.chain(state)
 
     def chain(self, state: SequenceState) -> Tensor:
-        """Returns the proposed tokens after the newest one, int64 ``[B, length]``, padded with -1."""
+        """Returns the proposed tokens after the newest one, int64 ``[B, length]``, padded with -1.
+
+        After a committed text they are those that its grammar forces, if there are any.
+        """
+        forced = (self._forced[:, :1] >= 0) & (state.chain == 0)[:, None]
+        return torch.where(forced, self._forced, self._matched(state))
+
+    def _matched(self, state: SequenceState) -> Tensor:
+        """Returns the tokens after an earlier occurrence of the newest ones, in the form of :meth:`chain`."""
         # A state that was rolled back may be shorter than the index.
         torch.minimum(self._indexed, state.length, out=self._indexed)
         self._index(state.length, self._most_new)
@@ -179,6 +194,10 @@ class Merged(Extended):
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         super().prepare(sequences, resumed)
         self.matcher.prepare(sequences, resumed)
+
+    def force(self, tokens: Sequence[Sequence[int]]) -> None:
+        self.drafter.force(tokens)
+        self.matcher.force(tokens)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         grown = replace(self._grown[tree.shape], probs=tree.probs)

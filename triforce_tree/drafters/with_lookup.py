@@ -14,6 +14,7 @@ import torch
 
 from triforce_tree.drafters.base import Drafter, Extended, TokenTree, shapes_of
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.policy.estimates import FORCED
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
@@ -27,16 +28,23 @@ _FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 2**64
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the last tokens of a sequence.
+    """An earlier occurrence of the last tokens of a sequence, or tokens that must follow by its grammar.
 
     Attributes:
         end: the position after the occurrence.
         common: the number of tokens before ``end`` that equal the end of the sequence; 0 without an
-            occurrence.
+            occurrence, and ``FORCED`` for forced tokens.
+        forced: the tokens that must follow.
     """
 
     end: int
     common: int
+    forced: Sequence[int] = ()
+
+    @property
+    def most(self) -> int:
+        """Returns the most tokens to propose."""
+        return len(self.forced) or LONGEST
 
 
 class WithLookup(Extended):
@@ -58,22 +66,29 @@ class WithLookup(Extended):
         super().bind(state)
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
+        self._forced: list[Sequence[int]] = [()] * state.batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         super().start(sequences)
         for b, sequence in enumerate(sequences):
             self._index(b, sequence)
+        self._forced = [()] * len(sequences)
         # Captured and timed stages verify a chain of full length.
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         super().start_one(b, sequences)
         self._index(b, sequences[b])
+        self._forced[b] = ()
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
         """Indexes a text, unless it continues the indexed one: ``match`` then adds the new tokens."""
         if not self._indices[b].begins(sequence):
             self._indices[b] = SuffixIndex(sequence)
+
+    def force(self, tokens: Sequence[Sequence[int]]) -> None:
+        self.drafter.force(tokens)
+        self._forced = list(tokens)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         if tree.shape < self._lookup:
@@ -84,14 +99,21 @@ class WithLookup(Extended):
         tree.probs_rows.fill_(-1)
 
     def match(self, sequences: Sequence[Sequence[int] | None]) -> list[Match | None]:
-        """Returns an earlier occurrence of the last tokens of each sequence; None if that has ended."""
+        """Returns an earlier occurrence of the last tokens of each sequence; None if that has ended.
+
+        If a grammar forces other tokens than those after the occurrence, the forced ones take their place.
+        """
         matches: list[Match | None] = []
-        for index, sequence in zip(self._indices, sequences, strict=True):
+        for index, forced, sequence in zip(self._indices, self._forced, sequences, strict=True):
             if sequence is None:
                 matches.append(None)
                 continue
             index.extend(sequence)
-            matches.append(Match(*index.match()))
+            end, common = index.match()
+            if forced and (not common or index.continuation(end, len(forced)) != list(forced)):
+                matches.append(Match(end, FORCED, forced))
+            else:
+                matches.append(Match(end, common))
         return matches
 
     def take(self, matches: Sequence[Match | None], counts: Sequence[int]) -> None:
@@ -103,7 +125,9 @@ class WithLookup(Extended):
         chains = [[-1] * max(self.lengths) for _ in matches]
         for chain, index, match, count in zip(chains, self._indices, matches, counts, strict=True):
             if match is not None and count:
-                chain[:count] = index.continuation(match.end, count)
+                count = min(count, match.most)
+                following = match.forced or index.continuation(match.end, count)
+                chain[:count] = following[:count]
         self._proposed.copy_(torch.tensor(chains))
 
 

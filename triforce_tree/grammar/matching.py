@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
 from importlib import import_module
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from triforce_tree.option_checks import shortened
 
 # Bytes of compiled grammars that are kept for later requests with the same grammar.
 _KEPT_BYTES = 256 * 2**20
+# Forced texts whose tokens are kept.
+_KEPT_TEXTS = 4096
 # The byte 255, which UTF-8 never has, in the kinds of vocabularies.
 _NO_TEXT: dict[str, str | bytes] = {"BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>", "RAW": b"\xff"}
 _PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
@@ -26,21 +29,33 @@ def words_of(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
+class _Tools(NamedTuple):
+    """What the matchers of a vocabulary share.
+
+    Attributes:
+        filler: an ``xgrammar.BatchGrammarMatcher``.
+        tokens_of: returns the tokens of a text.
+    """
+
+    filler: Any
+    tokens_of: Callable[[str], Sequence[int]]
+
+
 class Matcher:
     """The state of a grammar after some new tokens of a text.
 
     Args:
         matcher: an ``xgrammar.GrammarMatcher``.
-        filler: an ``xgrammar.BatchGrammarMatcher``.
+        tools: shared by the matchers of a vocabulary.
 
     Attributes:
         ended: whether the last token was one that ends the text.
     """
 
-    __slots__ = ("_filler", "_matcher", "ended")
+    __slots__ = ("_matcher", "_tools", "ended")
 
-    def __init__(self, matcher: Any, filler: Any) -> None:
-        self._matcher, self._filler = matcher, filler
+    def __init__(self, matcher: Any, tools: "_Tools") -> None:
+        self._matcher, self._tools = matcher, tools
         self.ended: bool = matcher.is_terminated()
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -70,7 +85,7 @@ class Matcher:
         if self.ended:
             return None
         copied = self._matcher.fork()
-        return Matcher(copied, self._filler) if copied.accept_token(token) else None
+        return Matcher(copied, self._tools) if copied.accept_token(token) else None
 
     def masks_of_newest(self, tokens: Sequence[int], vocabulary: int) -> Tensor:
         """Returns the masks under which the newest n tokens were chosen, int32 ``[n, ceil(V / 32)]``, see
@@ -85,11 +100,24 @@ class Matcher:
         return words
 
     def copy(self) -> "Matcher":
-        return Matcher(self._matcher.fork(), self._filler)
+        return Matcher(self._matcher.fork(), self._tools)
 
-    def forced_text(self) -> str:
-        """Returns the text that must follow; it may be empty."""
-        return "" if self.ended else str(self._matcher.find_jump_forward_string())
+    def forced(self, most: int) -> list[int]:
+        """Returns at most ``most`` tokens of the text that must follow, as the tokenizer splits it. The model
+        may split it in another way.
+        """
+        try:
+            text = "" if self.ended else str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:  # the text ends within a character
+            return []
+        tokens: list[int] = []
+        state: Matcher | None = self
+        for token in self._tools.tokens_of(text)[:most] if text else ():
+            state = None if state is None else state.after(token)
+            if state is None:
+                break
+            tokens.append(token)
+        return tokens
 
     @staticmethod
     def fill(matchers: Sequence["Matcher"], words: Tensor, rows: Sequence[int]) -> None:
@@ -101,7 +129,7 @@ class Matcher:
             rows: the row of ``words`` for each state.
         """
         if matchers:
-            filler = matchers[0]._filler
+            filler = matchers[0]._tools.filler
             filler.batch_fill_next_token_bitmask([each._matcher for each in matchers], words, list(rows))
 
 
@@ -117,7 +145,7 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         # By the tokens that end a text: a compiler must not take them for text.
         self._compilers: dict[frozenset[int], Any] = {}
-        self._filler: Any = None
+        self._tools: _Tools
         self._lock = Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> Matcher:
@@ -130,7 +158,7 @@ class Grammars:
             ImportError, ValueError: see :meth:`compile`.
         """
         compiled = self.compile(grammar, end_tokens)
-        return Matcher(_xgrammar().GrammarMatcher(compiled), self._filler)
+        return Matcher(_xgrammar().GrammarMatcher(compiled), self._tools)
 
     def compile(self, grammar: Grammar, end_tokens: Collection[int] | None = None) -> Any:
         """Returns an ``xgrammar.CompiledGrammar``, which is kept for the next call. Several threads may call
@@ -151,9 +179,11 @@ class Grammars:
             raise ValueError("grammar needs a token that ends the text; give eos_token_id")
         xgrammar, ends = _xgrammar(), frozenset(end_tokens)
         with self._lock:
+            if not self._compilers:
+                encode = partial(_encoded, self._tokenizer)
+                self._tools = _Tools(xgrammar.BatchGrammarMatcher(), lru_cache(_KEPT_TEXTS)(encode))
             if ends not in self._compilers:
                 self._compilers[ends] = self._new_compiler(xgrammar, self._tokenizer, sorted(ends))
-                self._filler = self._filler or xgrammar.BatchGrammarMatcher()
         try:
             return _compiled(self._compilers[ends], grammar)
         except RuntimeError as error:
@@ -179,6 +209,10 @@ class Grammars:
             add_prefix_space=read.add_prefix_space,
         )  # fmt: skip
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _compiled(compiler: Any, grammar: Grammar) -> Any:

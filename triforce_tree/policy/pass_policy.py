@@ -159,18 +159,25 @@ class PassPolicy:
         """Returns whether a pass verifies matched tokens."""
         return kind.levels == 2 and self._passes.shapes[kind.shape].matched
 
-    def choose(self, remaining: float = math.inf, common: Sequence[int | None] = ()) -> PassKind:
+    def choose(
+        self,
+        remaining: float = math.inf,
+        common: Sequence[int | None] = (),
+        most: Sequence[float] | None = None,
+    ) -> PassKind:
         """Returns the next pass.
 
         Args:
             remaining: tokens that a sequence may still get at most.
             common: tokens that each sequence's match has in common with its end, 0 without a match; None for
                 a sequence that has ended. Empty where passes have no matched tokens.
+            most: the most tokens to propose after each match; by default as many as a shape has.
         """
         if self.fixed is not None:
             kind = PassKind(self._passes.levels, self.fixed) if self.fixed else PLAIN
             return kind if self._allows(kind) else PLAIN
         self._remaining, self._common = remaining, common
+        self._most = [math.inf] * len(common) if most is None else most
         costs = self._costs
         found = self._matched_options(common) if any(common) else []
         if self._pause and not found:
@@ -192,7 +199,7 @@ class PassPolicy:
         if not self.matched(best.kind):
             return self._trial_beside(best, useful)
         depth = self._passes.shapes[best.kind.shape].depth
-        self.proposed = [self.learnt.estimates.matched(c or 0, depth)[0] for c in common]
+        self.proposed = [count for count, _ in self._after_matches(depth)]
         return best.kind
 
     def _allows(self, kind: PassKind) -> bool:
@@ -281,10 +288,19 @@ class PassPolicy:
         for shape in self._costs.shapes:
             if self._passes.shapes[shape].matched:
                 kind, depth = PassKind(2, 1, shape), self._passes.shapes[shape].depth
-                each = [self.learnt.estimates.matched(c, depth)[1] for c in common if c is not None]
+                found_for = zip(self._after_matches(depth), common, strict=True)
+                each = [tokens for (_, tokens), c in found_for if c is not None]
                 tokens = sum(each) / len(each)
                 found.append(Option(kind, tokens, tokens, self._costs.of(kind)))
         return found
+
+    def _after_matches(self, depth: int) -> list[tuple[int, float]]:
+        """Returns for each sequence how many matched tokens to propose, at most ``depth``, and the expected
+        tokens with the bonus token.
+        """
+        matched = self.learnt.estimates.matched
+        pairs = zip(self._common, self._most, strict=True)
+        return [matched(common or 0, int(min(depth, most))) for common, most in pairs]
 
     def _affordable(self, useful: Sequence[Option]) -> Option | None:
         """Returns the first useful option that the budget covers, or else the cheapest one on credit."""

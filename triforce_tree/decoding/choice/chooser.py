@@ -98,7 +98,9 @@ class PassChooser:
         if self._lookup is None or self.policy.fixed is not None:
             return self.policy.choose(remaining)
         matches = self._lookup.match(texts)
-        kind = self.policy.choose(remaining, [None if m is None else m.common for m in matches])
+        common = [None if match is None else match.common for match in matches]
+        most = [0 if match is None else match.most for match in matches]
+        kind = self.policy.choose(remaining, common, most)
         if self.policy.matched(kind):
             self._lookup.take(matches, self.policy.proposed)
         return kind
