@@ -32,7 +32,7 @@ def health(url: str) -> tuple[int, dict[str, str]]:
 
 def test_requests_are_answered_after_the_warm_up(engine: Engine) -> None:
     loaded: Future[Engine] = Future()
-    served = Served(NAME, KEY, Limits(new_tokens=100), warm_up=200)
+    served = Served(NAME, KEY, Limits(new_tokens=100), warm_up=(64, 200))
     with serving(create_app(loaded, served)) as (url, _):
         assert health(url) == (503, {"status": "loading", "reason": "the model is being loaded"})
         seen: list[tuple[int, dict[str, str]]] = []
@@ -50,7 +50,7 @@ def test_requests_are_answered_after_the_warm_up(engine: Engine) -> None:
         begins.join(PATIENCE)
         assert seen[-1] == (200, {"status": "ok"})
         [why] = refused
-        assert "preparing greedy decoding after prompts of 64 tokens; ask again" in why
+        assert "preparing sampled decoding after prompts of 64 tokens; ask again" in why
         # Nothing of the warm-up is counted.
         assert metric(url, "new_tokens_total") == metric(url, "sequences_total") == 0
         client_of(url).completions.create(model=NAME, prompt=PROMPT, max_tokens=3)
@@ -64,7 +64,7 @@ def test_a_warm_up_that_fails_says_what_to_do(engine: Engine, monkeypatch: pytes
     monkeypatch.setattr(engine, "generate", fails)
     loaded: Future[Engine] = Future()
     loaded.set_result(engine)
-    app = create_app(loaded, Served(NAME, warm_up=200))
+    app = create_app(loaded, Served(NAME, warm_up=(200, 64)))
     with serving(app) as (url, _):
         until(lambda: app.state.problem is not None)
         assert isinstance(app.state.problem, ValueError)

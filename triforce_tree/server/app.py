@@ -29,7 +29,7 @@ from triforce_tree.server.refusals import RefusedError, not_served, shown
 from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
 from triforce_tree.server.service import Service
 from triforce_tree.server.throughput import log_throughput
-from triforce_tree.server.warm_up import default_prompt, warm_up
+from triforce_tree.server.warm_up import default_prompts, warm_up
 
 # The most bytes of a request follow from the most tokens of a prompt, with 64 bytes of JSON per token (an
 # escaped character takes up to twelve). The other limits are for models without a most number of tokens, and
@@ -67,8 +67,8 @@ class Served:
         tool_parser: the format of the model's tool calls, one of ``tools.formats.FORMATS``; None for the one
             that the chat template teaches.
         separate_reasoning: whether replies have reasoning apart from the content.
-        warm_up: tokens of the longest prompt that is decoded before requests are answered, so that stages are
-            prepared; 0 for none, and None for a length that fits the device.
+        warm_up: tokens of the prompts that are decoded before requests are answered, so that stages are
+            prepared; None for lengths that fit the device.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Served:
     body: int | None = None
     origins: tuple[str, ...] = ()
     reading: float = 5.0
-    warm_up: int | None = 0
+    warm_up: tuple[int, ...] | None = ()
     tool_parser: str | None = None
     separate_reasoning: bool = True
 
@@ -119,9 +119,9 @@ class _Running:
         self.service = Service(engine, served.name, scheduler, readers, self.metrics)
         if self._closed:
             scheduler.stop()
-        elif served.warm_up != 0:
-            tokens = served.warm_up or default_prompt(engine, served.limits.batch_tokens)
-            warm_up(engine, scheduler, tokens, self._preparing)
+        elif served.warm_up != ():
+            lengths = served.warm_up or default_prompts(engine, served.limits.batch_tokens)
+            warm_up(engine, scheduler, lengths, self._preparing)
         self.metrics.watch(scheduler)
         self._status = "ok"
 

@@ -1,7 +1,7 @@
 """Decodes a few tokens before the server answers, so that no client waits for kernels and captured stages."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from triforce_tree.bench.texts import pydoc_text, surrounding
 from triforce_tree.engine import Engine
@@ -14,17 +14,19 @@ _SHORT, _NEW = 64, 24
 _LOOK = 0.05
 
 
-def default_prompt(engine: Engine, batch_tokens: int) -> int:
-    """Returns how many tokens the longest prompt of a warm-up has.
+def default_prompts(engine: Engine, batch_tokens: int) -> tuple[int, ...]:
+    """Returns how many tokens the prompts of a warm-up have.
 
-    On a GPU buffers are made and stages are captured for a length, so it is the longest one that a batch of
-    several prompts may have. On a CPU nothing is captured, and a long prompt would only take time.
+    On a GPU buffers are made and stages are captured for a length, so one of them is the longest prompt that
+    a batch of several may have. On a CPU nothing is captured, and a long prompt would only take time.
     """
-    return _SHORT if engine.target.device.type == "cpu" else batch_tokens
+    return (_SHORT,) if engine.target.device.type == "cpu" else (_SHORT, batch_tokens)
 
 
-def warm_up(engine: Engine, scheduler: Scheduler, prompt_tokens: int, said: Callable[[str], None]) -> None:
-    """Decodes after a short prompt and after one of ``prompt_tokens``, greedily and sampled.
+def warm_up(
+    engine: Engine, scheduler: Scheduler, lengths: Collection[int], said: Callable[[str], None]
+) -> None:
+    """Decodes after prompts of these lengths, in tokens, greedily and sampled.
 
     The longest prompt comes last, because the buffers of the last batch are kept. If the scheduler is
     stopped, the warm-up ends.
@@ -34,15 +36,16 @@ def warm_up(engine: Engine, scheduler: Scheduler, prompt_tokens: int, said: Call
         said: called with the next step in words.
 
     Raises:
-        ValueError: decoding failed. The message names the option that shortens the prompt.
+        ValueError: decoding failed. The message names the option with the lengths.
     """
     assert engine.tokenizer is not None
-    new, positions = scheduler.limits.new_tokens, engine.target.max_positions
-    longest = prompt_tokens if positions is None else max(1, min(prompt_tokens, positions - new))
-    ids = surrounding(engine.tokenizer, pydoc_text(), longest, "warm-up")
-    new = new if positions is None else min(new, positions - longest)
-    for length in sorted({min(_SHORT, longest), longest}):
-        for temperature, how in ((0, "greedy"), (1, "sampled")):
+    most, positions = scheduler.limits.new_tokens, engine.target.max_positions
+    longest = max(lengths) if positions is None else max(1, positions - most)
+    ids = surrounding(engine.tokenizer, pydoc_text(), max(lengths), "warm-up")
+    for length in sorted({min(length, longest) for length in lengths}):
+        new = most if positions is None else min(most, positions - length)
+        # Sampled first: a program that first gets seeded sequences drops the stages that it has.
+        for temperature, how in ((1, "sampled"), (0, "greedy")):
             step = f"preparing {how} decoding after prompts of {length:,} tokens"
             said(step)
             with logged(step):
@@ -53,7 +56,7 @@ def warm_up(engine: Engine, scheduler: Scheduler, prompt_tokens: int, said: Call
             if problem is not None:
                 raise ValueError(
                     f"the warm-up with a prompt of {length:,} tokens failed ({problem}); give "
-                    "--warm-up-tokens a smaller number, or 0 for no warm-up"
+                    "--warm-up-tokens smaller numbers, or 0 for no warm-up"
                 ) from problem
 
 

@@ -51,9 +51,9 @@ def add(subparsers: Any) -> None:
         help="leave reasoning, as between <think> and </think>, in the content of replies",
     )  # fmt: skip
     parser.add_argument(
-        "--warm-up-tokens", type=not_negative, metavar="N",
-        help="tokens of the longest prompt that is decoded before requests are answered, so that stages are "
-        "prepared; 0 for none; by default --max-batch-tokens on a GPU, and 64 on a CPU",
+        "--warm-up-tokens", type=not_negative, nargs="+", metavar="N",
+        help="tokens of the prompts that are decoded before requests are answered, so that stages are "
+        "prepared; 0 for none; by default 64, and on a GPU --max-batch-tokens too",
     )  # fmt: skip
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info",

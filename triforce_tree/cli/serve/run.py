@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
     most = None if args.max_body is None else bytes_of(args.max_body, "--max-body")
+    lengths = None if args.warm_up_tokens is None else tuple(filter(None, args.warm_up_tokens))
     served = Served(
-        name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout, args.warm_up_tokens,
+        name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout, lengths,
         args.tool_parser, not args.keep_reasoning,
     )  # fmt: skip
     loaded: Future[Engine] = Future()
