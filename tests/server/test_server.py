@@ -214,7 +214,8 @@ def test_streams_say_what_proposed_their_tokens(
             levels += own
             assert "".join(each["text"] for each in levels) == text
     assert {each["level"] for each in levels} <= {"draft", "lookup", "target"}
-    assert len({each["level"] for each in levels}) > 1
+    # A text that ends after a few tokens may be one of plain passes alone.
+    assert stop or len({each["level"] for each in levels}) > 1
     assert usage is not None
     assert sum(each["tokens"] for each in levels) == usage.completion_tokens
     accepted = usage.completion_tokens_details.accepted_prediction_tokens
