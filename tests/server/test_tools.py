@@ -431,6 +431,11 @@ def test_tokenize_and_detokenize(address: str, own_engine: Engine) -> None:
     assert "other is not supported" in posted(address, "/tokenize", {"prompt": "a", "other": 1})
 
 
+def test_formats_that_are_unknown_are_refused(own_engine: Engine) -> None:
+    with pytest.raises(ValueError, match="tool_parser='hermess' must be one of harmony, mistral"):
+        create_app(own_engine, Served(NAME, tool_parser="hermess"))
+
+
 def test_models_have_their_length(own: openai.OpenAI, own_engine: Engine) -> None:
     assert own.models.retrieve(NAME).max_model_len == own_engine.target.max_positions  # type: ignore[attr-defined]
 

@@ -29,6 +29,7 @@ from triforce_tree.server.refusals import RefusedError, not_served, shown
 from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
 from triforce_tree.server.service import Service
 from triforce_tree.server.throughput import log_throughput
+from triforce_tree.server.tools.formats import FORMATS
 from triforce_tree.server.warm_up import default_prompts, warm_up
 
 # The most bytes of a request follow from the most tokens of a prompt, with 64 bytes of JSON per token (an
@@ -201,9 +202,12 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         is the error because of which a future engine cannot be served, or None.
 
     Raises:
-        ValueError: the engine has no tokenizer, or the key cannot be sent in a header.
+        ValueError: the engine has no tokenizer, the key cannot be sent in a header, or no format of tool
+            calls has this name.
     """
     running = _Running(served)
+    if served.tool_parser not in (None, *FORMATS):
+        raise ValueError(f"tool_parser={served.tool_parser!r} must be one of {', '.join(FORMATS)}")
     if isinstance(engine, Engine) and engine.tokenizer is None:
         raise ValueError("a server needs a tokenizer; give one: load(..., tokenizer=...)")
 

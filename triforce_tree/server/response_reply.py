@@ -86,7 +86,8 @@ class ResponseReply:
             **self._head, "status": "incomplete" if cut else "completed", "output": self._output,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
-                "input_tokens": counts["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": int(sequences[0].result("reused_tokens"))},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],

@@ -4,6 +4,7 @@ from typing import Any
 
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser
 from triforce_tree.cli.parsing import above_zero, not_negative, positive
+from triforce_tree.server.tools.formats import FORMATS
 
 
 def add(subparsers: Any) -> None:
@@ -42,9 +43,8 @@ def add(subparsers: Any) -> None:
         help="of processor time for a request's chat template and tokenizer, and as many again for each MiB",
     )  # fmt: skip
     parser.add_argument(
-        "--tool-parser", metavar="NAME",
-        help="format of the model's tool calls: harmony, mistral, mistral_json, deepseek_v3, deepseek_v31, "
-        "qwen3_coder, glm, hermes, pythonic, llama3_json or none; by default that of its chat template",
+        "--tool-parser", choices=tuple(FORMATS),
+        help="format of the model's tool calls; by default that of its chat template",
     )  # fmt: skip
     parser.add_argument(
         "--keep-reasoning", action="store_true",
