@@ -31,7 +31,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.grammar.matching import Grammars
 from triforce_tree.grammar.values import Grammar, grammars_of
-from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.cached_tokens import Reuse, reuse_of
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.drafter_choice import check_drafter_options
 from triforce_tree.loading.load_guard import GuardReport
@@ -97,7 +97,7 @@ class Engine:
         self._notices = Notices()
         self._config = config or HierarchyConfig()
         # Which tokens are kept in the buffers between calls, and for how many tokens the buffers are made.
-        self._reuse: Reuse = "chunks" if self._config.prefix_cache else "none"
+        self._reuse: Reuse = reuse_of(self._config)
         self._capacity = 0
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
@@ -275,8 +275,8 @@ class Engine:
             )
         other = copy.copy(self)
         other._given, other._config = self._given | frozenset(given), self._config.changed(given)
-        if self._reuse != "all":
-            other._reuse = "chunks" if other._config.prefix_cache else "none"
+        if not self._capacity:
+            other._reuse = reuse_of(other._config)
         other._hierarchy = self._hierarchy.with_config(other._config)
         return other
 
@@ -436,7 +436,7 @@ class Engine:
         pool = None
         if several or joining is not None:
             # A session has its own slots.
-            shares = self._reuse == "chunks" and how.max_batch != 1
+            shares = self._reuse != "none" and not self._capacity and how.max_batch != 1
             pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]
         hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)

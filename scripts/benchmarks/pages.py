@@ -93,6 +93,7 @@ PAGES = {
     "requests.md": Page("Whole requests and sessions", "../sessions.md", (
         Section("Requests on an H200", "requests"),
         Section("Requests on a CPU", "requests_cpu"),
+        Section("A conversation of many turns", "conversation_cpu"),
         Section("Saved sessions", "saved_sessions"),
         Section("Prompts with a common beginning", "shared_prefix_cpu"),
         Section("Clients that join a batch", "clients_cpu"),

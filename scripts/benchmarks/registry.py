@@ -64,6 +64,11 @@ BENCHMARKS = {
         "1 to 32 clients of our server, or of another: docs/server.md",
         "serving_{machine}.jsonl",
     ),
+    "conversation": Benchmark(
+        "benchmarks.requests.conversation",
+        "a conversation of many turns, alone and beside another one: docs/sessions.md",
+        "conversation_{machine}.jsonl",
+    ),
     "saved_sessions": Benchmark(
         "benchmarks.requests.saved",
         "saving and loading a session beside writing and reading the same bytes: docs/sessions.md",

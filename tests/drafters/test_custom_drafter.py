@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import triforce_tree
 from tests.support.models.api_cases import TARGET, characters, text_of
@@ -174,6 +175,42 @@ class Features(FixedSiblings):
         super().propose(state, tree, sampler)
 
 
+def check_states(target: PreTrainedModel, drafter: Features, tokens: list[int], b: int = 0) -> None:
+    """Compares what the drafter has seen of sequence b with the target's hidden states of its text."""
+    with torch.no_grad():
+        hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    first = drafter.leading[b]
+    for layer in drafter.features:
+        torch.testing.assert_close(first[layer], hidden[layer + (layer < 3)][0, :3], rtol=1e-3, atol=1e-4)
+    for seen in drafter.seen:
+        if b not in seen:
+            continue
+        end, count, states = seen[b]
+        assert count >= 6
+        for layer in drafter.features:
+            # transformers gives the input of the first layer first, and the normed state last.
+            expected = hidden[layer + (layer < 3)][0, end - 6 : end]
+            torch.testing.assert_close(states[layer], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_features_of_texts_that_take_turns(family: str, offload: bool) -> None:
+    """They are kept with a text: the target computes new tokens alone, though the drafter reads more."""
+    target, reference = (perturbed(tiny(family, num_hidden_layers=3), 0.0) for _ in range(2))
+    drafter = Features()
+    options = {**SMALL, "offload": offload, "prefill_chunk": 16, "rounds": 1, "prefix_cache": "1GiB"}
+    engine = triforce_tree.load(target, drafter=drafter, levels=2, **load_arguments(options))
+    texts, held = [list(prompt) for prompt in PROMPTS[:2]], [0, 0]
+    for number in range(6):
+        which = number % 2 if number < 4 else 0
+        out = engine.generate(texts[which], max_new_tokens=NEW, do_sample=False)
+        tokens = out.sequences[0].tolist()
+        assert out.reused_tokens == held[which]
+        check_states(reference, drafter, tokens)
+        texts[which], held[which] = [*tokens, 5, 6], len(tokens) - 1
+
+
 @levels_2_and_3
 @pytest.mark.parametrize("offload", [False, True])
 def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> None:
@@ -187,22 +224,7 @@ def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> N
         width = out.sequences.shape[1] - NEW
         for b, prompt in enumerate(PROMPTS):
             tokens = [*prompt, *out.sequences[b, width:].tolist()]
-            with torch.no_grad():
-                hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-            first = drafter.leading[b]
-            for layer in drafter.features:
-                torch.testing.assert_close(
-                    first[layer], hidden[layer + (layer < 3)][0, :3], rtol=1e-3, atol=1e-4
-                )
-            for seen in drafter.seen:
-                if b not in seen:
-                    continue
-                end, count, states = seen[b]
-                assert count >= 6
-                for layer in drafter.features:
-                    # transformers gives the input of the first layer first, and the normed state last.
-                    expected = hidden[layer + (layer < 3)][0, end - 6 : end]
-                    torch.testing.assert_close(states[layer], expected, rtol=1e-3, atol=1e-4)
+            check_states(target, drafter, tokens, b)
         assert len(drafter.seen) > 3
 
 

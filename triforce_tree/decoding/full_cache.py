@@ -11,10 +11,11 @@ from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
 from triforce_tree.kv.choose import make_backend
-from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes
+from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.marks import Marks, StoredSequences
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.kv.prefix_exchange import PrefixExchange
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import RetrievalView
@@ -139,7 +140,7 @@ class FullCache:
         self.cached, self.retrieval = self.backend.cached, self.backend.retrieval
         self._scratch = spec.scratch
         self._computed_by: object = None
-        self._exchange: Exchange | None = None
+        self._exchange: PrefixExchange | None = None
         # A store that was given holds tokens that are not known here.
         self._given = store is not None
         self.means = ChunkMeans(self.retrieval, self.cached, max_seq_len, target.device)
@@ -176,19 +177,22 @@ class FullCache:
             self.states.take(kept.states)
         self.means.update_all()
 
-    def _reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
-        """Returns how many tokens at the start of each prompt need no prefill.
+    def _reusable(self, b: int, prompt: Sequence[int], reuse: Reuse, features: Features | None) -> int:
+        """Returns how many tokens at the start of a prompt need no prefill, in sequence b.
 
-        It is 0 if layers with a window, or recurrent layers, cannot be continued there (``Marks``).
-
-        Args:
-            newest: tokens at the end of a prompt that are computed again in any case.
-            first: the batch index of the first prompt.
+        It is 0 if layers with a window, or recurrent layers, cannot be continued there (``Marks``). If hidden
+        states of the newest tokens are missing, these tokens are computed again.
         """
-        starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
-        if (marks := self.marks) is not None:
-            starts = [marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
-        return distributed.agreed(starts)
+        unit = self.backend.chunk if reuse == "chunks" else 1
+
+        def common(newest: int) -> int:
+            length = self.cached.common(b, prompt, reuse, newest)
+            return length if self.marks is None else self.marks.start(b, length, unit)
+
+        start = common(0)
+        if features is None or features.first_known(b, start) <= max(0, len(prompt) - 1 - features.history):
+            return start
+        return common(features.history)
 
     def prefill(
         self,
@@ -220,12 +224,18 @@ class FullCache:
             if index is None:
                 for b in moved:
                     self.means.lost(b, 0)
-                if self._exchange is not None and reuse != "none":
-                    found = self._reusable(prompts, current, 0, 0)
-                    self._exchange.before(prompts, found, self._computed_by, computed_by, features)
-                    current, self._computed_by = reuse, computed_by
-            newest = features.history if features is not None else 0
-            starts = self._reusable(prompts, current, newest, first)
+            forks = [0] * len(prompts)
+            if self._exchange is not None and reuse != "none":
+                for n, (b, prompt) in enumerate(enumerate(prompts, first)):
+                    if current == "none":
+                        self.cached.keep(b, 0)
+                    self.means.lost(b, self.cached.common(b, prompt, "all"))
+                    held = self._reusable(b, prompt, reuse, features)
+                    forks[n] = self._exchange.bring(b, prompt, held, reuse, computed_by, features)
+                current, self._computed_by = reuse, computed_by
+            starts = distributed.agreed(
+                [self._reusable(b, prompt, current, features) for b, prompt in enumerate(prompts, first)]
+            )
             if progress and any(starts):
                 progress(sum(starts))
             if (marks := self.marks) is not None:
@@ -238,28 +248,83 @@ class FullCache:
                 return starts
             with self._target.active():
                 run = PromptRun(progress, self.states, features)
-                reused = self.backend.prefill(prompts, first, starts, run)
+                begun = self._fork(prompts, first, starts, forks, run)
+                reused = self.backend.prefill(prompts, first, begun, run)
             if index is None:
                 self.means.written(starts)
             if reuse == "all" and marks is not None:
                 for b, prompt in enumerate(prompts, first):
                     marks.add(b, len(prompt) - 1)
             self._computed_by = computed_by
-            return reused
+            return reused if begun == starts else starts
         except BaseException:
             # Chunks of a pool that were written before stay as they are.
             self._forget_sequences()
             raise
 
-    def exchange_with(self, prefixes: KeptPrefixes) -> None:
-        """Lets the cache copy texts to host memory before they are overwritten, if the backend can."""
-        if self.states is None and distributed.current() is None:
-            self._exchange = self.backend.exchange(prefixes, self.means)
+    def _fork(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        starts: Sequence[int],
+        forks: Sequence[int],
+        run: PromptRun,
+    ) -> list[int]:
+        """Prefills prompts up to where they diverge from kept texts, so that later prompts can begin there.
 
-    def keep_prefixes(self) -> None:
-        """Copies all texts to host memory, before the cache is dropped."""
-        if self._exchange is not None:
-            self._exchange.keep(self._computed_by)
+        Only sequences that cannot be continued everywhere need it. The other arguments are those of
+        ``KVBackend.prefill``.
+
+        Args:
+            forks: tokens that each prompt shares with a kept text.
+
+        Returns:
+            tokens of each prompt that the cache holds now.
+        """
+        begun = list(starts)
+        if self.marks is None or self._exchange is None or not (self.backend.replaces or len(prompts) == 1):
+            return begun
+        for n, (prompt, fork) in enumerate(zip(prompts, forks, strict=True)):
+            if begun[n] + self._exchange.block <= fork < len(prompt) - 1:
+                self.backend.prefill([prompt[: fork + 1]], first + n, [begun[n]], run)
+                self.marks.add(first + n, fork)
+                begun[n] = fork
+        return begun
+
+    def exchange_with(self, prefixes: KeptPrefixes) -> None:
+        """Lets the cache copy texts to host memory, and back, unless several ranks split them."""
+        if distributed.current() is None:
+            self._exchange = PrefixExchange(prefixes, self.backend, self.marks)
+
+    def ended(self, b: int, tokens: Sequence[int], reuse: Reuse, features: Features | None) -> None:
+        """Lets later prompts continue the text of a sequence that has ended.
+
+        A pass may have committed more tokens than the text has. Recurrent states that went too far are then
+        computed again from the end of the prompt on. If memory is short, less is kept.
+
+        Args:
+            tokens: the text; the keys and values of its last token are not computed.
+            reuse: which tokens later prompts keep.
+            features: hidden states that are kept for a drafter.
+        """
+        length, marks = min(len(tokens) - 1, len(self.cached.held[b])), self.marks
+        if length < 1 or reuse == "none":
+            return
+        try:
+            if reuse == "all" and marks is not None and not marks.continues(b, length):
+                start = marks.start(b, length, 1)
+                if not start or not (self.backend.replaces or self._batch == 1):
+                    return
+                marks.restore(b, start)
+                with self._target.active():
+                    self.backend.prefill(
+                        [tokens[: length + 1]], b, [start], PromptRun(None, self.states, features)
+                    )
+                self.means.lost(b, start)
+            if self._exchange is not None:
+                self._exchange.keep(b, length, reuse, self._computed_by, features)
+        except torch.OutOfMemoryError:
+            self.cached.keep(b, 0)
 
     def restored(self, tokens: Sequence[int], whole: int) -> None:
         """Records that the keys and values of a sequence were read from a file.

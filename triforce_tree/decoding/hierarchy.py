@@ -416,8 +416,6 @@ class Hierarchy:
                 return last
             if split is None and last.cache.worth_keeping(self.config, prompts, reuse, pool):
                 kept.append(last.cache)
-            else:
-                last.cache.keep_prefixes()
             last.cache.close()  # The new program needs its memory.
             earlier = last.drafter if kept else None
             self.last_program = last = None

@@ -143,6 +143,8 @@ class DecodingLoop:
         self.after_stage: Callable[[str], None] | None = None
         self._attempts, self._after_plain = 0, False
         self._chooser: PassChooser | None = None
+        # The last sequence at each batch index whose text was kept when it ended.
+        self._kept: dict[int, Sequence] = {}
         # Whether there is a program, whether its cache holds the sequences, and whether the batch grows.
         self._made = self._prefilled = self._growing = False
         # Statistics of earlier programs, and of the present one.
@@ -215,6 +217,7 @@ class DecodingLoop:
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence join at one of the :attr:`free` indices; it is prefilled before the next pass."""
+        self._keep_ended()
         running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
         sequence.index = best_index(running, self.free, sequence.prompt)
         self.sequences[sequence.index] = sequence
@@ -245,6 +248,7 @@ class DecodingLoop:
                 returned NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
+        self._keep_ended()
         while True:
             try:
                 if self._growing:
@@ -267,9 +271,21 @@ class DecodingLoop:
             self.close()
 
     def close(self) -> None:
-        """Keeps what was learnt from the passes for later requests."""
+        """Keeps what later requests may use: texts, and what was learnt from the passes."""
+        self._keep_ended()
+        self._keep_learnt()
+
+    def _keep_learnt(self) -> None:
         if self._chooser is not None:
             self._chooser.close()
+
+    def _keep_ended(self) -> None:
+        """Lets later prompts continue the texts of sequences that have ended since the last call."""
+        for b in self._ended if self._prefilled else ():
+            sequence = self.sequences[b]
+            if sequence is not None and self._kept.get(b) is not sequence:
+                self._kept[b] = sequence
+                self.program.ended(b, sequence.tokens, self._reuse)
 
     def emitted_logits(self, count: int) -> Tensor:
         """Returns the logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -301,7 +317,7 @@ class DecodingLoop:
     def _drop_program(self) -> None:
         """Drops the program and keeps its statistics."""
         if self._made:
-            self.close()
+            self._keep_learnt()
             self._before, self._levels = self.levels, []
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.draws

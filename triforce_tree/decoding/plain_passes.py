@@ -86,6 +86,12 @@ class PlainPasses:
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.append(token)
 
+    def ended(self, texts: Sequence[Sequence[int]]) -> None:
+        """Lets later requests continue these texts, with which the sequences begin."""
+        if self._program is not None:
+            for b, tokens in enumerate(texts):
+                self._program.ended(b, tokens, self._reuse)
+
     def forget(self) -> None:
         """Marks the cache as unusable for later requests, after an error."""
         if self._program is not None:

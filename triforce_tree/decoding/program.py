@@ -479,6 +479,10 @@ class DecodingProgram:
         self.cache.begin([prompt], index)
         return reused
 
+    def ended(self, index: int, tokens: Sequence[int], reuse: Reuse) -> None:
+        """Lets later prompts continue the text of a sequence that has ended (:meth:`FullCache.ended`)."""
+        self.cache.ended(index, tokens, reuse, self.state.features)
+
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
         """Continues from these prompts, which are prefixes of the sequences in the cache.
 

@@ -261,19 +261,25 @@ class ContinuedWindow:
 
     # What copies for later prompts consist of (``Continued``)
 
-    def parts(self, b: int) -> list[Tensor]:
+    def _parts(self, b: int) -> list[Tensor]:
         kept = self.config.sinks + 2 * self.config.window
         slots = [part[:, :, :kept] for part in self._slots(b)]
         return [*slots, *(state[b] for state in self.states.buffers), self._dropped_on_host[b]]
 
+    def copy(self, b: int, length: int) -> list[Tensor]:
+        return [part.clone() for part in self._parts(b)]
+
+    def put_back(self, b: int, length: int, copies: Sequence[Tensor]) -> None:
+        for own, copy in zip(self._parts(b), copies, strict=True):
+            own.copy_(copy)
+        self._set(b, length, int(self._dropped_on_host[b]))
+
     def continues(self, b: int, length: int) -> bool:
         return False
 
-    def set_length(self, b: int, length: int) -> None:
-        if not length:
-            self.states.clear(b)
-            self._dropped_on_host[b] = 0
-        self._set(b, length, int(self._dropped_on_host[b]))
+    def clear(self, b: int) -> None:
+        self.states.clear(b)
+        self._set(b, 0, 0)
 
     def _slots(self, b: int) -> list[Tensor]:
         """Returns the keys and values of sequence b, ``[layers, H_kv, S, D]``."""

@@ -4,7 +4,7 @@ The engine, generations, sessions and plans use backends through :class:`KVBacke
 KV cache is a subclass, and one line in ``kv/choose.py`` (CONTRIBUTING.md, "a further kind of KV cache").
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,6 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.backend import AttentionBackend, chosen
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
-from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.prefill import PromptCache, chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates
@@ -114,6 +113,7 @@ class KVBackend:
         least_prompt: fewest tokens of a prompt.
         readable: whether ``store`` holds every layer of each sequence, in slots of its own.
         pool_slots: KV slots of each head that all sequences share; 0 where each has slots of its own.
+        unit: :meth:`fill` begins at multiples of so many tokens.
         closed: whether memory was given back, so that the backend cannot be used any more.
     """
 
@@ -122,7 +122,7 @@ class KVBackend:
     replaces = True
     reclaims = fixed_passes = transfers = closed = readable = False
     pool_slots = 0
-    least_prompt = 1
+    unit = least_prompt = 1
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec, self.target, self.batch = spec, spec.target, spec.batch
@@ -257,13 +257,43 @@ class KVBackend:
         """
         return False
 
-    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange | None:
-        """Returns the object that copies texts to host memory before they are overwritten, or None.
+    # Texts that are kept in host memory
+
+    @property
+    def layout(self) -> object:
+        """Returns what :meth:`read` gives: two backends of the same target and layout give the same."""
+        store = self.store
+        return [
+            (group.layers, group.shape, store.bits, store.dtype) for group in store.groups if not group.ring
+        ]
+
+    def read(self, b: int, start: int, stop: int) -> list[Tensor]:
+        """Returns the KV slots of positions ``start`` to ``stop`` of sequence b, as ``KVStore.positions``."""
+        return self.store.positions(b, start, stop)
+
+    def fill(
+        self,
+        b: int,
+        prompt: Sequence[int],
+        start: int,
+        length: int,
+        runs: Iterable[tuple[int, int, list[Tensor]]],
+    ) -> None:
+        """Stores what :meth:`read` gave of the first ``length`` tokens of a prompt, and records that sequence
+        b has them.
 
         Args:
-            means: learns which chunk means are not known.
+            start: tokens that the sequence has already.
+            runs: the first position, the one after the last, and their KV slots, in order, from ``start``
+                on, which is rounded down to whole ``unit``.
         """
-        return None
+        for first, _, parts in runs:
+            self.store.set_positions(b, first, parts)
+        self._filled(b, prompt, start, length)
+
+    def _filled(self, b: int, prompt: Sequence[int], start: int, length: int) -> None:
+        self.cached.copied(b, prompt, length, length if self.spec.config.exact else 0)
+        self.store.fed(b, length, start)
 
     def take_over(self, kept: "KVBackend") -> bool:
         """Takes over what an earlier backend of the same target holds, which is not used any more.

@@ -3,12 +3,21 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from triforce_tree.config import HierarchyConfig
+
 Reuse = Literal["none", "chunks", "all"]
 """Which cached tokens a prefill keeps: none; those computed in whole chunks from a prompt's beginning, as the
 same prefill would compute them again, bit by bit, and prefixes that are stored once; or all of them, those of
 decoding passes included."""
 
 _BLOCK = 4096
+
+
+def reuse_of(config: HierarchyConfig) -> Reuse:
+    """Returns what prompts reuse under some settings, outside of sessions."""
+    if not config.prefix_cache:
+        return "none"
+    return "all" if config.prefix_bytes and not config.exact else "chunks"
 
 
 class CachedTokens:

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means, PrefixExchange
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
@@ -66,12 +65,6 @@ class DeviceBackend(KVBackend):
             return any(self.cached.common(b, prompts[0], "chunks") for b in range(self.batch))
         found = (self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self.batch]))
         return self.batch <= len(prompts) and any(found)
-
-    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange | None:
-        """See :class:`KVBackend`; rings hold a window alone."""
-        if any(group.ring for group in self.store.groups):
-            return None
-        return PrefixExchange(prefixes, self.store, self.cached, means)
 
     def take_over(self, kept: KVBackend) -> bool:
         """See :class:`KVBackend`: in the same memory, or as a copy."""

@@ -1,247 +1,251 @@
-"""Keys and values of earlier texts, in host memory: what a later prompt may begin with.
+"""Keys, values and states of earlier texts, in host memory: what a later prompt may begin with.
 
-Kept are the whole chunks of prefills, each under a digest of all tokens up to its end, so that texts which
-begin alike share their chunks (as the blocks of vLLM's prefix cache do). A chunk has the bits that a prefill
-would compute again.
+A text is kept as *blocks* of equally many tokens, each under a digest of all tokens up to its end, so that
+texts which begin alike share their blocks (as in vLLM's prefix cache), and as *ends*: positions where it can
+be continued. An end has the tokens after the last whole block, and copies of what layers with a window,
+recurrent layers and drafters need there. Ends lie where a prompt or a reply ended, and where two texts
+diverged.
 """
 
 import hashlib
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triforce_tree.kv.cached_tokens import CachedTokens
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
-from triforce_tree.kv.store import KVGroup, KVStore
-from triforce_tree.runtime.features import Features
 
 _LOG = logging.getLogger(__name__)
 
+# Tensors begin at multiples of so many bytes in the memory of an entry.
+_ALIGN = 64
+
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Holds the KV slots of one chunk in ``memory``: ``[H_kv, chunk, D]`` of each part of each layer."""
+class Entry:
+    """Holds a block, or an end of a text.
 
+    Attributes:
+        digest: its own, see :func:`digests_of` and :func:`end_of`.
+        base: digest of the tokens before it.
+        tokens: its tokens.
+        slots: their KV slots in host memory, ``[H_kv, n, D]`` of each part of each layer that keeps all
+            positions.
+        states: of an end, what the other layers need to continue after it; None for a block.
+        features: of an end, hidden states for a drafter; empty if there are none.
+        memory: the host memory of all tensors.
+    """
+
+    digest: bytes
+    base: bytes
+    tokens: list[int]
     slots: list[Tensor]
+    states: list[Tensor] | None
+    features: list[Tensor]
     memory: HostMemory
 
 
+@dataclass(frozen=True)
+class Found:
+    """Says what is kept of a prompt.
+
+    Attributes:
+        length: tokens that need not be computed.
+        entries: they hold these tokens in order; of the last one maybe only the first tokens are used.
+        end: the end at ``length``, or None.
+        alike: tokens that a kept text and the prompt share, at least ``length``. It cannot be continued
+            there if ``length`` is less.
+    """
+
+    length: int
+    entries: list[Entry]
+    end: Entry | None
+    alike: int
+
+
 class KeptPrefixes:
-    """Keeps chunks of earlier texts in host memory; the least recently used are dropped beyond the limit.
+    """Keeps blocks and ends of texts; the least recently used are dropped beyond the limit.
 
     Attributes:
         limit: the most bytes of host memory.
+        taken: the bytes of host memory in use.
     """
 
     def __init__(self) -> None:
-        self.limit = 0
+        self.limit = self.taken = 0
         # The one used longest ago first; of a text its end before its beginning.
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        # The entries that follow each base.
+        self._after: dict[bytes, dict[bytes, Entry]] = {}
         self._warned = False
 
-    @property
-    def taken(self) -> int:
-        """Returns the bytes of host memory in use."""
-        return sum(chunk.memory.bytes for chunk in self._chunks.values())
-
     def bound(self, limit: int) -> None:
-        """Sets the most bytes of host memory, and drops the prefixes that exceed it."""
+        """Sets the most bytes of host memory, and drops what exceeds it."""
         self.limit = limit
         while self.taken > self.limit:
-            self._drop()
+            self._drop(next(iter(self._entries)))
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._chunks
+        return digest in self._entries
 
-    def put(self, digest: bytes, parts: Sequence[Tensor], staying: Collection[bytes] = ()) -> bool:
-        """Copies a chunk from the device if limit and machine allow it; returns whether it is kept.
+    def put(
+        self,
+        digest: bytes,
+        base: bytes,
+        tokens: list[int],
+        slots: Sequence[Tensor],
+        states: Sequence[Tensor] | None = None,
+        features: Sequence[Tensor] = (),
+        staying: Collection[bytes] = (),
+    ) -> bool:
+        """Copies an entry from the device if the limit and the machine allow it; returns whether it is kept.
 
         Args:
-            digest: of the chunk, see :func:`digests_of`.
-            parts: its KV slots, ``[H_kv, chunk, D]`` of each part of each layer.
-            staying: digests of chunks that must not be dropped for it.
+            digest, base, tokens, slots, states, features: see :class:`Entry`.
+            staying: digests of entries that must not be dropped for it.
         """
-        if digest in self._chunks:
+        if digest in self._entries:
             return True
-        size, locked = sum(part.nbytes for part in parts), parts[0].is_cuda
+        parts = [*slots, *(states or ()), *features]
+        size = sum(_padded(part) for part in parts)
         if not self._free_bytes(size, staying):
             return False
-        memory = HostMemory(locked, "prefix_cache", "lower prefix_cache")
+        memory = HostMemory(any(part.is_cuda for part in parts), "prefix_cache", "lower prefix_cache")
         try:
             memory.check(size)
-            slots = [memory.take(part.shape, part.dtype) for part in parts]
+            copies = iter(_copied(parts, memory.take([size], torch.uint8)))
         except HostMemoryError as error:
             memory.release()
             if not self._warned:
                 _LOG.warning("prefix_cache: earlier texts are not kept any more: %s", error)
             self._warned = True
             return False
-        for target, part in zip(slots, parts, strict=True):
-            target.copy_(part, non_blocking=True)
-        self._chunks[digest] = _Chunk(slots, memory)
+        kept = [[next(copies) for _ in given] for given in (slots, states or (), features)]
+        entry = Entry(digest, base, tokens, kept[0], None if states is None else kept[1], kept[2], memory)
+        self._entries[digest] = self._after.setdefault(base, {})[digest] = entry
+        self.taken += memory.bytes
         return True
 
-    def slots(self, digest: bytes) -> list[Tensor]:
-        """Returns the KV slots of a chunk that is kept, as :meth:`put` got them, in host memory."""
-        return self._chunks[digest].slots
+    def drop_within(self, base: bytes, tokens: Sequence[int]) -> None:
+        """Drops ends without states after ``base`` whose tokens ``tokens`` begins with: it replaces them."""
+        for digest, entry in list(self._after.get(base, {}).items()):
+            count = len(entry.tokens)
+            if entry.states == [] and count < len(tokens) and list(tokens[:count]) == entry.tokens:
+                self._drop(digest)
+
+    def find(self, digests: Sequence[bytes], tokens: Sequence[int], size: int, how: str) -> Found:
+        """Returns what is kept of a text, and notes that it is used now.
+
+        Args:
+            digests: see :func:`digests_of`.
+            size: tokens of a block.
+            how: where texts can be continued: at the ``ends``, after whole ``blocks``, or ``anywhere``.
+        """
+        whole = 0
+        while whole + 1 < len(digests) and digests[whole + 1] in self._entries:
+            whole += 1
+        rest = tokens[whole * size : (whole + 1) * size]
+        last, part = None, 0
+        for entry in self._after.get(digests[whole], {}).values():
+            count = common_prefix(entry.tokens, rest)
+            # Of several that share as much, one that ends there.
+            if last is None or (count, count == len(entry.tokens)) > (part, part == len(last.tokens)):
+                last, part = entry, count
+        alike, end = whole * size + part, last
+        if how == "ends":
+            end = last = self._end(digests[: whole + 1], tokens, size)
+            part = len(end.tokens) if end is not None else 0
+            whole = digests.index(end.base) if end is not None else 0
+        elif how == "blocks":
+            end, part = None, 0
+        elif last is not None and (part < len(last.tokens) or last.states is None):
+            end = None
+        entries = [self._entries[digest] for digest in digests[1 : whole + 1]]
+        if last is not None and part:
+            self._entries.move_to_end(last.digest)
+            entries.append(last)
+        self.use(digests)
+        return Found(whole * size + part, entries, end, alike)
+
+    def _end(self, digests: Sequence[bytes], tokens: Sequence[int], size: int) -> Entry | None:
+        """Returns the last end that a text contains."""
+        for whole in range(len(digests) - 1, -1, -1):
+            rest = tokens[whole * size : (whole + 1) * size]
+            ends = [
+                entry
+                for entry in self._after.get(digests[whole], {}).values()
+                if entry.states is not None and list(rest[: len(entry.tokens)]) == entry.tokens
+            ]
+            if ends:
+                return max(ends, key=lambda entry: len(entry.tokens))
+        return None
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Notes that these chunks of a text are used now. Its beginning is noted last, and dropped last."""
+        """Notes that these blocks of a text are used now. Its beginning is noted last, and dropped last."""
         for digest in reversed(digests):
-            if digest in self._chunks:
-                self._chunks.move_to_end(digest)
+            if digest in self._entries:
+                self._entries.move_to_end(digest)
 
     def clear(self) -> None:
         """Releases all memory."""
-        while self._chunks:
-            self._drop()
+        while self._entries:
+            self._drop(next(iter(self._entries)))
 
     def _free_bytes(self, size: int, needed: Collection[bytes]) -> bool:
-        """Drops chunks until ``size`` more bytes fit; returns False if that would drop one that is needed."""
+        """Drops entries until ``size`` more bytes fit; returns False if that would drop a needed one."""
         while self.taken + size > self.limit:
-            if next(iter(self._chunks), b"") in needed or not self._chunks:
+            oldest = next(iter(self._entries), b"")
+            if oldest in needed or not self._entries:
                 return False
-            self._drop()
+            self._drop(oldest)
         return True
 
-    def _drop(self) -> None:
-        _, chunk = self._chunks.popitem(last=False)
-        if chunk.memory.locked:
+    def _drop(self, digest: bytes) -> None:
+        entry = self._entries.pop(digest)
+        siblings = self._after[entry.base]
+        del siblings[digest]
+        if not siblings:
+            del self._after[entry.base]
+        self.taken -= entry.memory.bytes
+        if entry.memory.locked:
             torch.cuda.synchronize()
-        chunk.memory.release()
+        entry.memory.release()
 
 
-class Means(Protocol):
-    def lost(self, b: int, start: int) -> None: ...
-
-
-class Exchange(Protocol):
-    """Keeps copies of the texts of one cache, and brings back what prompts begin with."""
-
-    def keep(self, function: object) -> None:
-        """Copies all texts of the cache, which is not used any more.
-
-        Args:
-            function: ``HFModel.function_key`` of the model that has computed them.
-        """
-
-    def before(
-        self,
-        prompts: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        function: object,
-        now: object,
-        features: Features | None,
-    ) -> None:
-        """Keeps what a prefill of these prompts overwrites, and copies back what they begin with.
-
-        Args:
-            starts: tokens of each prompt that the cache holds, computed by the model as it is now.
-            function, now: of the model that has computed what the cache holds, and of the model as it is.
-            features: hidden states for the drafter; those of a text that is brought back are not known.
-        """
-
-
-class PrefixExchange:
-    """Is the :class:`Exchange` of sequences with their own slots on the device, none of which are rings.
+def digests_of(tokens: Sequence[int], size: int, layout: object) -> list[bytes]:
+    """Returns the digest of the empty text, and of each whole block: a hash of all tokens up to its end.
 
     Args:
-        prefixes: texts of all caches of the same models.
-        store: the KV slots.
-        cached: the tokens that they hold.
-        means: is notified which chunk means are not known.
+        size: tokens of a block.
+        layout: the model that computed the slots, and their shapes.
     """
-
-    def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: Means) -> None:
-        self.prefixes, self._store, self._cached, self._means = prefixes, store, cached, means
-
-    def keep(self, function: object) -> None:
-        """See :class:`Exchange`."""
-        for b in range(len(self._cached.held)):
-            self._keep(b, function)
-
-    def _keep(self, b: int, function: object, needed: Collection[bytes] = ()) -> None:
-        """Copies the whole chunks of a sequence. The chunks with the digests ``needed`` stay."""
-        cached, chunk = self._cached, self._cached.chunk
-        own = list(digests_of(cached.held[b][: cached.whole[b]], chunk, function, self._store))
-        self.prefixes.use([*own, *needed])
-        staying = {*own, *needed}
-        for at, digest in enumerate(own):
-            if not self.prefixes.put(digest, self._parts(b, at), staying):
-                break
-        self.prefixes.use(own)
-        settle(self._store)
-
-    def before(
-        self,
-        prompts: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        function: object,
-        now: object,
-        features: Features | None,
-    ) -> None:
-        """See :class:`Exchange`."""
-        cached, chunk = self._cached, self._cached.chunk
-
-        def find() -> list[list[bytes]]:
-            return [self._find(prompt, now) for prompt in prompts]
-
-        # Once more afterwards: a prompt may begin with what another sequence holds.
-        needed = [digest for found in find() for digest in found]
-        for b, start in enumerate(starts):
-            if start < cached.whole[b]:
-                self._keep(b, function, needed)
-        if function != now:
-            cached.clear()
-        for b, (prompt, start, found) in enumerate(zip(prompts, starts, find(), strict=True)):
-            length = len(found) * chunk
-            if length <= start:
-                continue
-            first = min(start, cached.whole[b]) // chunk
-            for at, digest in enumerate(found[first:], first):
-                for part, slots in zip(self._parts(b, at), self.prefixes.slots(digest), strict=True):
-                    part.copy_(slots, non_blocking=True)
-            cached.fed(b, prompt[: length + 1], first * chunk)
-            self._store.fed(b, length)
-            self._means.lost(b, first * chunk)
-            if features is not None:
-                features.begin(b, 0)
-
-    def _find(self, prompt: Sequence[int], function: object) -> list[bytes]:
-        """Returns the digests of the kept chunks that a prompt begins with, its last token excluded."""
-        own = digests_of(prompt[:-1], self._cached.chunk, function, self._store)
-        found = list(takewhile(self.prefixes.__contains__, own))
-        self.prefixes.use(found)
-        return found
-
-    def _parts(self, b: int, at: int) -> list[Tensor]:
-        """Returns the slots of a chunk of sequence b."""
-        chunk = self._cached.chunk
-        return chunk_parts(self._store.groups, b, at * chunk, (at + 1) * chunk)
+    digest = hashlib.sha256(repr((layout, size)).encode())
+    found = [digest.digest()]
+    for stop in range(size, len(tokens) + 1, size):
+        digest.update(array("q", tokens[stop - size : stop]).tobytes())
+        found.append(digest.digest())
+    return found
 
 
-def digests_of(tokens: Sequence[int], chunk: int, function: object, store: KVStore) -> Iterator[bytes]:
-    """Returns the digest of each whole chunk: a hash of all tokens up to its end, the model and the slots."""
-    shapes = [(group.layers, group.shape) for group in store.groups]
-    digest = hashlib.sha256(repr((function, store.bits, store.dtype, chunk, shapes)).encode())
-    for stop in range(chunk, len(tokens) + 1, chunk):
-        digest.update(array("q", tokens[stop - chunk : stop]).tobytes())
-        yield digest.digest()
+def end_of(base: bytes, tokens: Sequence[int]) -> bytes:
+    """Returns the digest of an end, whose tokens follow those of ``base``."""
+    return hashlib.sha256(base + b"end" + array("q", tokens).tobytes()).digest()
 
 
-def chunk_parts(groups: Sequence[KVGroup], b: int, start: int, stop: int) -> list[Tensor]:
-    """Returns slots of sequence b, by layer: ``[H_kv, stop - start, D]``."""
-    return [layer[b, :, start:stop] for group in groups for part in group.parts for layer in part]
+def _padded(part: Tensor) -> int:
+    return -(-part.nbytes // _ALIGN) * _ALIGN
 
 
-def settle(store: KVStore) -> None:
-    """Waits for copies: other streams may overwrite the slots, and copies may be dropped."""
-    if store.device.type == "cuda":
-        torch.cuda.synchronize(store.device)
+def _copied(parts: Iterable[Tensor], memory: Tensor) -> list[Tensor]:
+    """Returns copies of ``parts`` in a tensor of bytes."""
+    copies, start = [], 0
+    for part in parts:
+        copy = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        copies.append(copy.copy_(part, non_blocking=True))
+        start += _padded(part)
+    return copies

@@ -22,14 +22,19 @@ MOST_COPIES = 3
 class Continued(Protocol):
     """Holds sequences that can be continued from their present lengths, or from copies of earlier ones."""
 
-    def parts(self, b: int) -> list[Tensor]:
-        """Returns what sequence b needs to be continued, beside what every length leaves in place."""
+    def copy(self, b: int, length: int) -> list[Tensor]:
+        """Returns copies of what sequence b, which has ``length`` tokens, needs to be continued, beside what
+        every length leaves in place.
+        """
+
+    def put_back(self, b: int, length: int, copies: Sequence[Tensor]) -> None:
+        """Lets sequence b continue from ``length`` tokens, of which there are copies."""
 
     def continues(self, b: int, length: int) -> bool:
         """Returns whether sequence b can be continued from its first ``length`` tokens as it is."""
 
-    def set_length(self, b: int, length: int) -> None:
-        """Records that sequence b has ``length`` tokens, 0 or those of a copy that was restored."""
+    def clear(self, b: int) -> None:
+        """Lets sequence b begin anew."""
 
 
 class StoredSequences:
@@ -43,19 +48,26 @@ class StoredSequences:
     def __init__(self, store: KVStore, states: RecurrentStates | None) -> None:
         self._store, self._states = store, states
 
-    def parts(self, b: int) -> list[Tensor]:
-        rings = [part[:, b] for group in self._store.groups if group.ring for part in group.parts]
-        return rings + [state[b] for state in (self._states.buffers if self._states is not None else [])]
+    def copy(self, b: int, length: int) -> list[Tensor]:
+        states = self._states.buffers if self._states is not None else []
+        return [*self._store.window(b, length), *(state[b].clone() for state in states)]
+
+    def put_back(self, b: int, length: int, copies: Sequence[Tensor]) -> None:
+        states = self._states.buffers if self._states is not None else []
+        windows = len(copies) - len(states)
+        self._store.set_window(b, length, copies[:windows])
+        for state, copy in zip(states, copies[windows:], strict=True):
+            state[b].copy_(copy, non_blocking=True)
+        if self._states is not None:
+            self._states.lengths[b] = length
 
     def continues(self, b: int, length: int) -> bool:
         if self._states is not None and self._states.lengths[b] != length:
             return False
         return self._store.continues(b, length)
 
-    def set_length(self, b: int, length: int) -> None:
-        self._store.fed(b, length, length)
-        if length and self._states is not None:
-            self._states.lengths[b] = length
+    def clear(self, b: int) -> None:
+        self._store.fed(b, 0)
 
 
 class Marks:
@@ -79,25 +91,31 @@ class Marks:
         """Returns the lengths of sequence b that there are copies of."""
         return [length for length, _ in self._copies[b]]
 
-    def start(self, b: int, length: int, copies: bool) -> int:
+    def copies(self, b: int) -> Sequence[tuple[int, list[Tensor]]]:
+        """Returns the lengths of sequence b that there are copies of, and the copies."""
+        return self._copies[b]
+
+    def continues(self, b: int, length: int) -> bool:
+        """Returns whether sequence b can be continued from its first ``length`` tokens as it is."""
+        return self._sequences.continues(b, length)
+
+    def start(self, b: int, length: int, unit: int) -> int:
         """Returns the greatest length up to ``length`` that sequence b can be continued from, or 0.
 
         Args:
-            copies: whether copies count, too.
+            unit: copies count at multiples of it.
         """
         if self._sequences.continues(b, length):
             return length
-        return max((at for at in self.lengths(b) if at <= length and copies), default=0)
+        return max((at for at in self.lengths(b) if at <= length and at % unit == 0), default=0)
 
     def restore(self, b: int, length: int) -> None:
         """Lets sequence b continue from a length that :meth:`start` found, and drops later copies."""
         if not length:
-            self._sequences.set_length(b, 0)
+            self._sequences.clear(b)
         elif not self._sequences.continues(b, length):
-            [parts] = [parts for at, parts in self._copies[b] if at == length]
-            for own, copy in zip(self._sequences.parts(b), parts, strict=True):
-                own.copy_(copy)
-            self._sequences.set_length(b, length)
+            [copies] = [copies for at, copies in self._copies[b] if at == length]
+            self._sequences.put_back(b, length, copies)
         self.prune(b, length)
 
     def prune(self, b: int, length: int) -> None:
@@ -107,12 +125,21 @@ class Marks:
     def add(self, b: int, length: int) -> None:
         """Copies what sequence b needs to be continued from ``length``, where it is now, if memory allows."""
         copies = [copy for copy in self._copies[b] if copy[0] != length]
-        if not (parts := self._sequences.parts(b)) or not length:
+        if not length:
             return
         try:
-            copies.append((length, [part.clone() for part in parts]))
+            copies.append((length, self._sequences.copy(b, length)))
         except torch.OutOfMemoryError:
             return
         if len(copies) > MOST_COPIES:
             del copies[1]
         self._copies[b] = copies
+
+    def copy(self, b: int, length: int) -> list[Tensor]:
+        """Returns copies for sequence b, which has ``length`` tokens now."""
+        return self._sequences.copy(b, length)
+
+    def put_back(self, b: int, length: int, copies: Sequence[Tensor]) -> None:
+        """Lets sequence b continue from copies of another sequence with the same first ``length`` tokens."""
+        self._copies[b] = []
+        self._sequences.put_back(b, length, copies)

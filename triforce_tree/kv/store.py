@@ -222,6 +222,8 @@ class KVStore:
         self._lengths = [0] * batch
         # Positions before it were not taken over from another store, in layers with a window.
         self._lost = [0] * batch
+        # The end of the positions that were written, those of scratch slots included.
+        self._written = [0] * batch
         self._initialised = False
 
     def _set_layers(self) -> None:
@@ -397,6 +399,19 @@ class KVStore:
             seen = [old[:, :, :stop] for old in cached]
         return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
 
+    def positions(self, b: int, start: int, stop: int) -> list[Tensor]:
+        """Returns the slots of positions ``start`` to ``stop`` of a sequence, ``[H_kv, n, D]`` of each part
+        of each layer that keeps all positions.
+        """
+        whole = (group for group in self.groups if not group.ring)
+        return [layer[b, :, start:stop] for group in whole for part in group.parts for layer in part]
+
+    def set_positions(self, b: int, start: int, parts: Sequence[Tensor]) -> None:
+        """Stores what :meth:`positions` gave, from position ``start`` of a sequence on."""
+        stop = start + (parts[0].shape[1] if parts else 0)
+        for own, part in zip(self.positions(b, start, stop), parts, strict=True):
+            own.copy_(part, non_blocking=True)
+
     def move(self, index: Tensor, start: Tensor) -> None:
         """Moves slot ``start[b] + index[b, i]`` to ``start[b] + i`` in all layers; -1 moves nothing."""
         table = (self.writable, self.page)
@@ -408,13 +423,39 @@ class KVStore:
     def fed(self, sequence: int, length: int, start: int = 0) -> None:
         """Records that a sequence was prefilled from ``start`` up to ``length`` tokens."""
         self._lengths[sequence] = length
+        self._written[sequence] = max(self._written[sequence] if start else 0, length)
         if not start:
             self._lost[sequence] = 0
 
+    def window(self, sequence: int, length: int) -> list[Tensor]:
+        """Returns what the rings of a sequence with ``length`` tokens keep for the next one: copies of
+        ``[layers, H_kv, n, D]`` of their last n positions.
+        """
+        return [
+            part[:, sequence][:, :, group.slots_of(_last(group, length))]
+            for group in self.groups
+            if group.ring
+            for part in group.parts
+        ]
+
+    def set_window(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
+        """Stores what :meth:`window` gave for ``length`` tokens, maybe of another store of these layers."""
+        given = iter(parts)
+        self._lengths[sequence] = self._written[sequence] = length
+        for group in self.groups:
+            if group.ring:
+                positions = _last(group, length)
+                self._lost[sequence] = max(self._lost[sequence], positions.start)
+                for part in group.parts:
+                    slots = group.slots_of(positions)
+                    part[:, sequence][:, :, slots] = next(given).to(part.device, non_blocking=True)
+
     def grown(self, counts: Sequence[int]) -> None:
         """Records how many tokens were appended to each sequence."""
-        # In place: all stores that share the memory share the list.
-        self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        # In place: all stores that share the memory share the lists.
+        scratch, before = self.scratch or 0, self._lengths
+        self._written[:] = [max(w, length + scratch) for w, length in zip(self._written, before, strict=True)]
+        self._lengths[:] = [length + count for length, count in zip(before, counts, strict=True)]
 
     def tokens(self) -> tuple[int, int]:
         """Returns the tokens that are stored, and how many more the sequences have since they share slots."""
@@ -435,11 +476,15 @@ class KVStore:
                 return False
             if group.ring:
                 assert group.shape.window is not None
-                assert self.scratch is not None
-                spare = group.ring - group.shape.window - self.scratch
-                if self._lengths[sequence] > length + spare:
+                if self._written[sequence] - group.ring > max(0, length - group.shape.window):
                     return False
         return True
+
+
+def _last(group: KVGroup, length: int) -> range:
+    """Returns which of the first ``length`` tokens a layer with a window keeps for later ones."""
+    assert group.shape.window is not None
+    return range(max(0, length - group.shape.window), length)
 
 
 def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -62,6 +62,7 @@ def decode_in_step(
                 generation_config=request.config, **{**request.model_inputs, CACHE: forward},
             )  # fmt: skip
         forward.append(followed.tokens)
+        passes.ended([sequence.tokens for sequence in sequences])
     except BaseException:
         passes.forget()
         raise

@@ -72,12 +72,39 @@ class Features:
         return kept.gather(1, self._slots(positions)[..., None].expand(-1, -1, kept.shape[2]))
 
     def begin(self, b: int, start: int) -> None:
-        """Prepares sequence b for :meth:`feed` from position ``start`` on; states in the ring are dropped."""
-        self.first[b] = self._stop[b] = start
+        """Prepares sequence b for :meth:`feed` from position ``start`` on; states before it stay."""
+        self.first[b] = self.first_known(b, start)
+        self._stop[b] = start
         self.known_leading[b].clamp_(max=start)
 
+    def first_known(self, b: int, end: int) -> int:
+        """Returns the position from which on sequence b has the states of all positions before ``end``."""
+        first, stop = int(self.first[b]), int(self._stop[b])
+        return end if stop < end else min(end, max(first, stop - self._ring))
+
+    def forget(self, b: int) -> None:
+        """Drops all states of sequence b."""
+        for counter in (self.first, self.known_leading, self._stop):
+            counter[b] = 0
+
+    def parts(self, b: int) -> list[Tensor]:
+        """Returns all buffers of sequence b, whose copies :meth:`put_back` restores."""
+        return [buffer[b] for buffer in self.buffers]
+
+    def put_back(self, b: int, parts: Sequence[Tensor]) -> None:
+        """Restores what :meth:`parts` gave; forgets the states if other ones were kept then."""
+        own = self.parts(b)
+        if [(part.shape, part.dtype) for part in parts] != [(part.shape, part.dtype) for part in own]:
+            self.forget(b)
+            return
+        for buffer, part in zip(own, parts, strict=True):
+            buffer.copy_(part, non_blocking=True)
+
     def copy_leading(self, source: int, b: int) -> None:
-        """Copies the states of the first positions from sequence ``source``, whose prefix b shares."""
+        """Copies the states of the first positions from sequence ``source``, whose prefix b shares; all
+        others are dropped.
+        """
+        self.first[b] = self._stop[b] = 0
         for kept in self._states.values():
             kept[b, : self.leading] = kept[source, : self.leading]
         self.known_leading[b] = self.known_leading[source]

@@ -32,8 +32,8 @@ class Session:
     the same engine this prefix is short, and nearly the whole session is prefilled again. Two documents that
     take turns therefore need an engine each, ``engine.with_options()`` over the same models (host memory
     holds one offloaded cache at a time), or ``prefix_cache`` with a size. Layers with sliding windows and
-    recurrent layers can be continued where their last generation ended, and at the ends of the first and of
-    the newest prompts, of which copies are kept.
+    recurrent layers can be continued where a generation ended, and at the ends of the first and of the newest
+    prompts, of which copies are kept.
 
     The text is that of :meth:`Engine.generate` for the whole sequence. In 16 bits two nearly equal logits may
     change their order, because the keys and values of generated tokens were computed by decoding passes.

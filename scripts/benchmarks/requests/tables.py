@@ -6,6 +6,7 @@ from functools import partial
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
+CONVERSATION = "conversation_{machine}.jsonl"
 SHARED, CLIENTS = "shared_prefix_{machine}.jsonl", "clients_{machine}.jsonl"
 _SHARED_CPU, _CLIENTS_CPU = (file.format(machine="cpu") for file in (SHARED, CLIENTS))
 SERVING_FILE = "serving_{machine}.jsonl"
@@ -109,7 +110,27 @@ def _ms(values: Record | None, share: str) -> str:
     return "" if values is None else f"{1e3 * values[share]:.1f}"
 
 
+_CONVERSATION: Columns = {
+    "model": "{kind}", "conversation": "{case}", "turns": "{turns}", "tokens": "{tokens:,}",
+    "new tokens": "{new:,}", "computed": "{computed:,}", "hits as without drafts": "{same_hits} of {turns}",
+    "first token, s": "{first_token_seconds:.3f}", "prefill, s": "{prefill_seconds:.3f}",
+    "its own forwards, s": "{own_prefill_seconds:.3f}", "**ratio**": "**{of_own:.2f}**",
+    "tokens a pass, first turns": "{early_tokens_per_pass:.1f}", "last turns": "{tokens_per_pass:.1f}",
+}  # fmt: skip
+_CONVERSATION_NOTE = (
+    "{hardware}, {dtype}, greedy, {reply} new tokens a turn, questions from the text {text}, torch "
+    "{versions[torch]}; medians of the last third of the turns, tokens of all. "
+)
+
+
+def _conversation(machine: str, words: str) -> Table:
+    file = CONVERSATION.format(machine=machine)
+    made = listing(_CONVERSATION, caption=noted(_CONVERSATION_NOTE, file), left=2)
+    return Table(file, made, f"python -m scripts.benchmarks conversation{words}")
+
+
 TABLES = {
+    "conversation_cpu": _conversation("cpu", ""),
     "serving": Table(
         _SERVING_H100,
         listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING_H100)),

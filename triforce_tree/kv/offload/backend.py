@@ -1,7 +1,8 @@
 """The KV backend whose committed keys and values are in host memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class OffloadedBackend(KVBackend):
             target, spec.batch, spec.max_seq_len, recent, spec.scratch, slots, page,
             retrieval.columns(target.heads.dim), settings, pinned,
         )  # fmt: skip
-        self.store = self.cache.rings
+        self.store, self.unit = self.cache.rings, self.cache.host.unit
         self.least_prompt = least_prompt(spec.config, spec.levels, offloaded=True)
         if spec.levels == 3:
             shape = tree_shapes(spec.config)[0]
@@ -141,6 +142,58 @@ class OffloadedBackend(KVBackend):
         block = _BLOCK_UNITS * self.cache.host.unit
         for start in range(0, stop, block):
             yield start, min(start + block, stop)
+
+    @property
+    def layout(self) -> object:
+        """See :class:`KVBackend`."""
+        window = self.cache.window
+        own = [(group.layers, group.shape, 16, window.dtype) for group in window.groups]
+        return [*own, *cast(list[object], super().layout)]
+
+    def read(self, b: int, start: int, stop: int) -> list[Tensor]:
+        """See :class:`KVBackend`; the layers whose windows are on the device come last."""
+        host, window = self.cache.host, self.cache.window
+        base = host.base[b]
+        middle = min(max(start, base), stop)
+        found: list[list[Tensor]] = [[] for _ in window.groups for _ in PARTS[:2]]
+        for layer in range(host.layers):
+            parts = [slots[layer, b, :, middle - base : stop - base] for slots in window.kv]
+            if start < middle:
+                older = host.heads.split(host.read(layer, b, start, middle))
+                parts = [torch.cat([o.transpose(0, 1), new], 1) for o, new in zip(older, parts, strict=True)]
+            for all_layers, part in zip(found, parts, strict=True):
+                all_layers.append(part)
+        return [*(part for all_layers in found for part in all_layers), *super().read(b, start, stop)]
+
+    def fill(
+        self,
+        b: int,
+        prompt: Sequence[int],
+        start: int,
+        length: int,
+        runs: Iterable[tuple[int, int, list[Tensor]]],
+    ) -> None:
+        """See :class:`KVBackend`."""
+        cache, host = self.cache, self.cache.host
+        layers, flushed, base = host.layers, start // host.unit * host.unit, length // host.unit * host.unit
+        for layer in range(layers if flushed > host.base[b] else 0):
+            rows = cache.write_window(layer, b, flushed - host.base[b])
+            cache.store_means(layer, b, host.base[b], rows)
+        for first, stop, parts in runs:
+            whole = max(first, min(stop, base))
+            for layer in range(layers):
+                own = [part.to(host.device, non_blocking=True) for part in parts[layer : 2 * layers : layers]]
+                rows = torch.empty(whole - first, host.heads.row, device=host.device, dtype=own[0].dtype)
+                for target, part in zip(host.heads.split(rows), own, strict=True):
+                    target.copy_(part[:, : whole - first].transpose(0, 1))
+                host.write(layer, b, first, rows)
+                cache.store_means(layer, b, first, rows)
+                for slots, part in zip(cache.window.kv, own, strict=True) if stop > whole else ():
+                    slots[layer, b, :, whole - base : stop - base] = part[:, whole - first :]
+            self.store.set_positions(b, first, parts[2 * layers :])
+        host.ring.invalidate()
+        cache.lengths[b], host.base[b] = length, base
+        self._filled(b, prompt, start, length)
 
     def restored(self, length: int) -> None:
         """See :class:`KVBackend`."""

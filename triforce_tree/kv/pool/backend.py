@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
-from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means
 from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
-from triforce_tree.kv.pool.exchange import PoolExchange
 from triforce_tree.kv.pool.size import PoolSize, page_of
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.kv.pool.views import PooledRetrievalView, PooledView, SharingView
@@ -100,7 +98,7 @@ class PooledBackend(KVBackend):
         if leading in self._leading:
             features.copy_leading(self._leading.index(leading), b)
         else:
-            features.begin(b, 0)
+            features.forget(b)
         self._leading[b] = leading
 
     def prefill(
@@ -155,9 +153,10 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`."""
         return pool is not None and bits == self.store.bits
 
-    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange:
-        """See :class:`KVBackend`: the host tier of the pool."""
-        return PoolExchange(prefixes, self.pool, self.store, self._find)
+    def _filled(self, b: int, prompt: Sequence[int], start: int, length: int) -> None:
+        super()._filled(b, prompt, start, length)
+        self.pool.written(b, length)
+        self.cached.ends[b] = [length]
 
     def take_over(self, kept: KVBackend) -> bool:
         """See :class:`KVBackend`: all chunks that fit, and the sequences of a pool where they fit as well."""

@@ -1,6 +1,6 @@
 """Records which pages hold which tokens: those of chunks that prompts share, and each sequence's own."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -62,14 +62,12 @@ class PrefixPool:
 
     Attributes:
         tails: tokens that several prompts begin with, multiples of the page, and no whole chunks.
-        dropping: called with a written chunk before its pages are given to others; None for nobody.
     """
 
     def __init__(self, slots: int, unit: int, page: int, scratch: int) -> None:
         self.slots, self.unit, self.page, self._scratch = slots, unit, page, scratch
         self._clock = 0
         self.tails: Sequence[list[int]] = ()
-        self.dropping: Callable[[Block], None] | None = None
         self.forget()
 
     def tail(self, prompt: Sequence[int]) -> int:
@@ -113,10 +111,12 @@ class PrefixPool:
         """Returns the number of a sequence's own slots."""
         return len(self.own(sequence)) * self.page
 
-    def written(self, sequence: int) -> None:
-        """Marks the pages of a sequence's chunks as holding their keys and values."""
+    def written(self, sequence: int, length: int | None = None) -> None:
+        """Marks the pages of a sequence's chunks, within its first ``length`` tokens, as holding their keys
+        and values.
+        """
         for block in self.path(sequence):
-            block.written = True
+            block.written |= length is None or block.stop <= length
 
     def held(self, sequence: int) -> int:
         """Returns how many tokens of a sequence's chunks were written, counted from the first chunk."""
@@ -291,10 +291,7 @@ class PrefixPool:
                     f"another sequence needs {count} KV slots, {over} more than are left of the "
                     f"{self.slots} of its batch; let it join later"
                 )
-            oldest = min(unused, key=lambda block: block.used)
-            if self.dropping is not None:
-                self.dropping(oldest)
-            self._drop(oldest)
+            self._drop(min(unused, key=lambda block: block.used))
 
 
 def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:

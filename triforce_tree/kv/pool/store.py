@@ -11,7 +11,6 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.prefixes import PrefixPlan, segments_of
 from triforce_tree.kv.backend import CacheSpec
-from triforce_tree.kv.kept_prefixes import chunk_parts
 from triforce_tree.kv.pool.pages import selection, slots_in
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
 from triforce_tree.models.hf_model import HFModel
@@ -103,7 +102,7 @@ class PooledStore(PagedStore):
         self.total_slots, self.depth, self.batch = self.slots, max(DEPTH, batch.bit_length()), batch
         self.slots, self.scratch = -(-spec.slots // page) * page, spec.scratch
         self._most_tokens = self.slots - spec.scratch
-        self._lengths, self._lost = [0] * batch, [0] * batch
+        self._lengths, self._lost, self._written = [0] * batch, [0] * batch, [0] * batch
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self._set_layers()
@@ -168,10 +167,21 @@ class PooledStore(PagedStore):
             self._selected = key, self._slots(b, start, stop), self._slots(b, 0, stop)
         return self.append_at(layer, *self._selected[1:], k, v)
 
+    def positions(self, b: int, start: int, stop: int) -> list[Tensor]:
+        """See :class:`KVStore`; these are copies where the pages are not consecutive."""
+        chosen = self._slots(b, start, stop)
+        return [layer[:, chosen] for layer in self.stored]
+
+    def set_positions(self, b: int, start: int, parts: Sequence[Tensor]) -> None:
+        """Stores what :meth:`positions` gave, from position ``start`` of a sequence on."""
+        chosen = self._slots(b, start, start + parts[0].shape[1])
+        for layer, part in zip(self.stored, parts, strict=True):
+            layer[:, chosen] = part.to(layer.device, non_blocking=True)
+
     def copy_from(self, source: KVStore, b: int, start: int, pages: Sequence[int]) -> None:
         """Copies positions of sequence b from a store whose sequences have slots of their own to pages."""
         chosen, stop = self.slots_of(pages), start + len(pages) * self.page
-        for new, old in zip(self.stored, chunk_parts(source.groups, b, start, stop), strict=True):
+        for new, old in zip(self.stored, source.positions(b, start, stop), strict=True):
             new[:, chosen] = old
 
     def copy_pages(self, source: "PooledStore", there: Sequence[int], here: Sequence[int]) -> None:
