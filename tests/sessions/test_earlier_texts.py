@@ -7,14 +7,16 @@ import pytest
 import torch
 
 import triforce_tree
-from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
-from tests.support.models.recurrent_families import recurrent
+from tests.support.models.recurrent_families import Foreknowledge, recurrent
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.kv import kept_prefixes
 from triforce_tree.kv import store as store_module
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
+from triforce_tree.policy.pass_policy import PassPolicy
+from triforce_tree.policy.passes import PassKind
 
 BOOK, OTHER, THIRD = prompt_of(150), [*reversed(prompt_of(140))], prompt_of(155)
 HOW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -88,6 +90,30 @@ def test_conversations_take_turns(kind: str, sampling: dict[str, Any]) -> None:
             held[n], texts[n] = len(tokens) - 1, [*tokens, *prompt_of(3 + 9 * turn + n)]
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: recurrent("qwen3.5"), lambda: tiny("gemma2")], ids=["delta", "window"]
+)
+def test_a_pass_that_goes_beyond_the_end(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass commits seven tokens, of which the reply has five: all five are found, as without drafts."""
+    options = load_arguments({"prefill_chunk": 16, "levels": 2, "rounds": 1, "prefix_cache": "1GiB"})
+    reference = make()
+    known = [*BOOK, *greedy(reference, BOOK, 30)]
+    warm = triforce_tree.load(make(), drafter=Foreknowledge([known], [set()], 6), **options)
+    monkeypatch.setattr(PassPolicy, "choose", lambda *_: PassKind(2, 1, 0))
+    out = warm.generate(BOOK, **HOW)
+    first = out.sequences[0].tolist()
+    assert first == known[: len(first)]
+    assert (out.levels[-1].forwards, out.levels[-1].accepted) == (1, 6)
+    for between in (False, True):
+        if between:
+            assert warm.generate(OTHER, **HOW).reused_tokens == 0
+        asked = [*first, 1 + between, 7]
+        out = warm.generate(asked, **HOW)
+        # The pass may have computed the last token of the reply, too.
+        assert out.reused_tokens in (len(first) - 1, len(first))
+        assert out.sequences[0, len(asked) :].tolist() == greedy(reference, asked, 5)
+
+
 @pytest.mark.parametrize("kind", ["windows", "gated delta rule, two levels", "offloaded windows", "8 bits"])
 def test_replies_that_branch(kind: str) -> None:
     """A prompt is continued from its end, and from the end of either of two replies."""
@@ -113,6 +139,8 @@ def test_a_conversation_edited_in_the_middle(kind: str, anywhere: bool) -> None:
     ask(warm, OTHER, 0)
     edited = [*BOOK[:97], *prompt_of(30)]
     assert ask(warm, edited, 97 if anywhere else 0) == cold(kind, edited)
+    # The buffers hold a part of a block of it.
+    assert ask(warm, BOOK, len(BOOK) - 1) == cold(kind, BOOK)
     ask(warm, OTHER, len(OTHER) - 1)
     other = [*BOOK[:97], 9, *prompt_of(20)]
     assert ask(warm, other, 97) == cold(kind, other)
