@@ -41,7 +41,6 @@ def held(file: str) -> Record | None:
 # What the files hold that no benchmark of the registry writes.
 _OTHERS = {
     "models.jsonl": "every class of transformers on every path, on a CPU: scripts.checks.models",
-    "models_indexers.jsonl": "the same of classes with indexers, tried again later",
     "models_gpu.jsonl": "the same with captured graphs on a GPU",
 }
 

@@ -212,13 +212,6 @@ CPU = (
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
     Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.jsonl", 600, tiny=None),
-    Step(
-        "models-indexers",
-        f"scripts.checks.models --jobs 2 --out {OUT}/models_indexers.jsonl --only axk2 deepseek_v32 "
-        "deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 mistral_large4",
-        20,
-        tiny=None,
-    ),
 )
 """Measured on a CPU, one after another; also where there is a GPU, which they do not see."""
 

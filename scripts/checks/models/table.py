@@ -10,8 +10,6 @@ from triforce_tree.bench.tables import grid
 FILE = "models.jsonl"
 # Of `--device cuda --paths captured`, where there is one: graphs need a GPU.
 GPU_FILE = "models_gpu.jsonl"
-# Of classes that were tried again after the file of all: ``--only axk2 deepseek_v32 ...``.
-AGAIN_FILE = "models_indexers.jsonl"
 _MARKS = {"equal": "yes", "skipped": "-"}
 _LONGEST = 150
 _NOTE = (
@@ -20,10 +18,6 @@ _NOTE = (
 _GPU_NOTE = (
     "Captured: {hardware}, torch {versions[torch]}, transformers {versions[transformers]}, commit {commit}; "
     '"-" where this transformers lacks the class. File: `docs/results/{file}`. '
-)
-_AGAIN_NOTE = (
-    "{count} rows of classes with indexers: {hardware}, torch {versions[torch]}, transformers "
-    "{versions[transformers]}, commit {commit}, {date}. File: `docs/results/{file}`. "
 )
 _NO_INTERFACE = re.compile(
     r".*does not pass through transformers' attention interface with our cache \((.*)\)"
@@ -34,7 +28,6 @@ _DIFFERS = re.compile(r"would not be decoded as by transformers: (.*?;)? ?on .* 
 def models(content: Record) -> str:
     """Returns a line for each feature set of a class, a column for each path, reasons as footnotes."""
     content, captured = with_captured(content)
-    content, again = with_again(content)
     paths = [path for path in content["paths"] if any(row["path"] == path for row in content["rows"])]
     notes: dict[str, int] = {}
     lines: dict[tuple[str, str], dict[str, str]] = {}
@@ -53,23 +46,7 @@ def models(content: Record) -> str:
         table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
     footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
     parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
-    return "\n".join([*parts, _older(content) + again + captured + noted(_NOTE, FILE)(content, [])])
-
-
-def with_again(content: Record) -> tuple[Record, str]:
-    """Returns the rows with those of ``AGAIN_FILE`` in place of earlier ones, and where these come from."""
-    file = RESULTS / AGAIN_FILE
-    if content["device"] == "cuda" or not file.exists():
-        return content, ""
-    again = content_at(file)
-    rows = {(row["class"], row["feature_set"], row["path"]): row for row in content["rows"]}
-    known = {row["class"] for row in content["rows"]}
-    newer = [row for row in again["rows"] if row["class"] in known]
-    if not newer:
-        return content, ""
-    rows |= {(row["class"], row["feature_set"], row["path"]): row for row in newer}
-    note = cell(_AGAIN_NOTE, again | {"file": AGAIN_FILE, "count": len(newer)})
-    return content | {"rows": [rows[key] for key in sorted(rows)]}, note
+    return "\n".join([*parts, _older(content) + captured + noted(_NOTE, FILE)(content, [])])
 
 
 def with_captured(content: Record) -> tuple[Record, str]:
