@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.stages import FullView
@@ -143,6 +144,10 @@ class FullCache:
         self._exchange: PrefixExchange | None = None
         # A store that was given holds tokens that are not known here.
         self._given = store is not None
+        # Recurrent states of sequences whose prefill is interrupted by passes of the others.
+        self._paused: dict[int, list[Tensor]] = {}
+        # Tokens that their prompts share with kept texts.
+        self._fork_of: dict[int, int] = {}
         self.means = ChunkMeans(self.retrieval, self.cached, max_seq_len, target.device)
         self.view = self.token_view = cast(FullView, self.backend.view)
         self.states: RecurrentStates | None = None
@@ -201,6 +206,7 @@ class FullCache:
         reuse: Reuse = "none",
         features: Features | None = None,
         index: int | None = None,
+        in_chunks: bool = False,
     ) -> list[int]:
         """Prefills all but each prompt's last token.
 
@@ -210,6 +216,7 @@ class FullCache:
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any.
             index: the batch index of the sequence that is replaced while the others continue; None for all.
+            in_chunks: whether the only prompt just gets its KV slots, and :meth:`prefill_chunk` computes it.
 
         Returns:
             how many tokens of each prompt the cache already held.
@@ -246,6 +253,13 @@ class FullCache:
                     for b, start in enumerate(starts, first):
                         features.begin(b, start)
                 return starts
+            if in_chunks:
+                # Until they are prefilled, passes write after the tokens that the sequence has.
+                self.cached.keep(first, starts[0])
+                self.means.lost(first, 0)
+                self._paused.pop(first, None)
+                self._fork_of[first] = forks[0]
+                return starts
             with self._target.active():
                 run = PromptRun(progress, self.states, features)
                 begun = self._fork(prompts, first, starts, forks, run)
@@ -259,6 +273,51 @@ class FullCache:
             return reused if begun == starts else starts
         except BaseException:
             # Chunks of a pool that were written before stay as they are.
+            self._forget_sequences()
+            raise
+
+    def prefill_chunk(
+        self,
+        b: int,
+        prompt: Sequence[int],
+        start: int,
+        reuse: Reuse,
+        progress: Progress | None = None,
+        features: Features | None = None,
+    ) -> tuple[int, int]:
+        """Prefills the next chunk of a prompt that :meth:`prefill` has given KV slots.
+
+        The chunks are those of a prefill without interruption, so that keys and values are equal bit by bit.
+        Passes of the other sequences may come between two chunks.
+
+        Args:
+            b: the batch index of the prompt.
+            start: tokens of the prompt that the cache holds.
+            reuse, progress, features: as for :meth:`prefill`.
+
+        Returns:
+            how many tokens of the prompt the cache holds now, and how many of the new ones another prompt has
+            computed meanwhile.
+        """
+        try:
+            last = len(prompt) - 1
+            stop, states, fork = min(start + self.backend.chunk, last), self.states, self._fork_of.get(b, 0)
+            if self.marks is not None and self._exchange is not None and start < fork < stop:
+                stop = fork
+            if states is not None:
+                # Passes of one token have changed the states of every sequence.
+                for state, before in zip(states.buffers, self._paused.pop(b, ()), strict=False):
+                    state[b] = before
+            with self._target.active():
+                run = PromptRun(progress, states, features)
+                [found] = self.backend.prefill([prompt[: stop + 1]], b, [start], run)
+            if states is not None and stop < last:
+                self._paused[b] = [state[b].clone() for state in states.buffers]
+            if self.marks is not None and (stop == fork if stop < last else reuse == "all"):
+                self.marks.add(b, stop)
+            self._computed_by = self._target.function_key()
+            return stop, found - start
+        except BaseException:
             self._forget_sequences()
             raise
 
@@ -381,7 +440,6 @@ class FullCache:
             if self.marks is not None:
                 self.marks.prune(b, len(prompt) - 1)
         if index is not None:
-            self.means.lost(index, 0)
             return
         self.means.begin()
         self.backend.begin(self.cached.lengths)

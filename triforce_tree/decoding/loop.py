@@ -29,6 +29,10 @@ from triforce_tree.verify.draws import Draws
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _LOG = logging.getLogger(__name__)
+# Seconds of prefill between two passes, unless a single chunk takes longer.
+_PAUSE = 0.1
+# The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
+_TURN = 4
 
 Texts = Sequences[list[int]]
 ByIndex = Sequences[Sequence | None]
@@ -88,9 +92,10 @@ class DecodingLoop:
     """Decodes a batch of sequences; each :meth:`step` makes one pass of the target.
 
     Prompts may differ in length. A sequence that has ended keeps its batch index until another sequence is
-    prefilled there, between two passes. The others keep their state, and all buffers and CUDA graphs stay as
-    they are. If device memory runs out, the memory plan is reduced, a smaller program prefills all tokens so
-    far, and the step is repeated with new random numbers.
+    prefilled there, in chunks between passes of the others (``_PAUSE``). For these passes it is a sequence
+    that has ended after the tokens that were prefilled. The others keep their state, and all buffers and
+    CUDA graphs stay as they are. If device memory runs out, the memory plan is reduced, a smaller program
+    prefills all tokens so far, and the step is repeated with new random numbers.
 
     Args:
         programs: makes the program, and another one if memory runs out or the batch grows.
@@ -107,7 +112,7 @@ class DecodingLoop:
 
     Attributes:
         sequences: the sequence at each batch index.
-        joining: sequences that are not prefilled yet, in the order in which they joined.
+        joining: sequences without KV slots, in the order in which they joined.
         program: the program that decodes them.
         passes: the number of passes by kind.
         prefill_seconds, decode_seconds: host time.
@@ -138,6 +143,15 @@ class DecodingLoop:
         self._masked, self._limit = masked, limit
         self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
+        # Tokens that the cache holds of sequences whose prefill is not complete, by batch index; some of them
+        # may have ended. The state of the stale ones does not say so yet.
+        self._prefilling: dict[int, int] = {}
+        self._stale: set[int] = set()
+        # Tokens of such a prompt that the passes of the others see.
+        self._resting: dict[int, int] = {}
+        self._chunks = 0
+        # Sequences that are prefilled after the present prefill of a larger batch.
+        self._later: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
         self.prefill_seconds = self.decode_seconds = 0.0
         self.after_stage: Callable[[str], None] | None = None
@@ -211,7 +225,8 @@ class DecodingLoop:
         self.program.prepare(*self._sampling(), masked=self._masks_tokens)
         if cached:
             self.program.rewind(self._texts())
-            self._begin(range(len(sequences)), time.perf_counter())
+            self.joining, self._prefilled = [], True
+            self._begin(range(len(sequences)))
         else:
             self._prefill()
 
@@ -227,6 +242,10 @@ class DecodingLoop:
         """Ends a sequence after its tokens so far, if it has not ended."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "stop"
+            if sequence in self.joining:
+                self.joining.remove(sequence)
+                if not self.program.cache.backend.reclaims:
+                    self.sequences[self.sequences.index(sequence)] = None
             self._update_active()
 
     def grow(self, batch: int) -> None:
@@ -235,13 +254,14 @@ class DecodingLoop:
         self._growing = True
 
     def step(self, observe: Observer | None = None) -> Fresh:
-        """Prefills the sequences that have joined, makes a pass, and appends its tokens.
+        """Prefills chunks of the sequences that have joined, makes a pass of the others, and appends its
+        tokens.
 
         Args:
             observe: called after the pass. If memory runs out in it, the pass is repeated.
 
         Returns:
-            the sequences that got new tokens, and these tokens.
+            the sequences that got new tokens, and these tokens; nothing if no prompt is prefilled yet.
 
         Raises:
             ValueError: a prompt is too short for the levels, or too long for the buffers; or the model
@@ -255,9 +275,8 @@ class DecodingLoop:
                     self._grow()
                 elif not self._prefilled:
                     self._prefill()
-                elif self.joining or (self.program.cache.backend.reclaims and self._ended):
-                    self._join()
-                return self._pass(observe)
+                self._join()
+                return self._pass(observe) if any(self._decoding) else []
             except torch.OutOfMemoryError as error:
                 out_of_memory = error
             give_way(out_of_memory, self._shrink)
@@ -283,7 +302,7 @@ class DecodingLoop:
         """Lets later prompts continue the texts of sequences that have ended since the last call."""
         for b in self._ended if self._prefilled else ():
             sequence = self.sequences[b]
-            if sequence is not None and self._kept.get(b) is not sequence:
+            if sequence is not None and self._kept.get(b) is not sequence and b not in self._prefilling:
                 self._kept[b] = sequence
                 self.program.ended(b, sequence.tokens, self._reuse)
 
@@ -322,6 +341,11 @@ class DecodingLoop:
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.draws
             self._chooser = None
+        self.joining = [*self._prompts.values(), *self._later, *self.joining]
+        for b in self._prefilling:
+            if b not in self._prompts:
+                self.sequences[b] = None
+        self._prefilling, self._resting, self._stale, self._later = {}, {}, set(), []
         self._made = self._prefilled = False
 
     def _shrink(self) -> bool:
@@ -335,11 +359,13 @@ class DecodingLoop:
         if self.program.cache.backend.reclaims:
             self._remove(self._ended)
         self._drop_program()
+        self._later, self.joining = self.joining, []
         self._reuse, reuse = "all", self._reuse
         try:
             self._prefill()
         finally:
             self._reuse = reuse
+        self.joining, self._later = self._later, []
 
     # Sequences
 
@@ -352,8 +378,14 @@ class DecodingLoop:
                 sequence.index = b
 
     def _texts(self) -> list[list[int]]:
-        """Returns all tokens at each batch index; an index without a sequence holds a single token."""
-        return [sequence.tokens if sequence is not None else [0] for sequence in self.sequences]
+        """Returns the tokens at each batch index, of an incomplete prompt those that passes see.
+
+        An index without a sequence holds a single token.
+        """
+        texts = [s.tokens if s is not None and s not in self._later else [0] for s in self.sequences]
+        for b in self._prefilling:
+            texts[b] = texts[b][: self._resting.get(b, 0) + 1]
+        return texts
 
     def _prefill(self) -> None:
         """Prefills all tokens so far on every level, of a new program if there is none."""
@@ -366,38 +398,103 @@ class DecodingLoop:
         for sequence in self.joining:
             assert sequence.index is not None
             sequence.reused = reused[sequence.index]
-        self._begin(range(len(self.sequences)), start)
-
-    def _join(self) -> None:
-        """Prefills the sequences that have joined, each in place of one that has ended."""
-        program = self.program
-        others = program.prepare(*self._sampling(), masked=self._masks_tokens, running=True)
-        start = time.perf_counter()
-        joining = [sequence.index for sequence in self.joining if sequence.index is not None]
-        ended: list[int] = []
-        if program.cache.backend.reclaims:
-            ended = self._ended
-            self._remove(ended)
-            program.cache.backend.release([*joining, *ended])
-            self._expect()
-        for b in (*ended, *joining):
-            reused = program.replace(b, self._texts(), self._progress, self._reuse)
-            if (sequence := self.sequences[b]) is not None:
-                sequence.reused = reused
-        self._begin(joining, start)
-        if others:
-            for b, sequence in enumerate(self.sequences):
-                if b not in joining and sequence is not None:
-                    self._set_sampling(b, sequence)
-        self.chooser.joined(others)
-
-    def _begin(self, indices: Iterable[int], start: float) -> None:
-        """Lets sequences run whose prefill began at ``start``."""
         self._clock.synchronize()
         seconds = time.perf_counter() - start
         self.prefill_seconds += seconds
         for sequence in self.joining:
             sequence.prefill_seconds += seconds
+        self.joining, self._prefilled = [], True
+        self._begin(range(len(self.sequences)))
+
+    def _join(self) -> None:
+        """Gives KV slots to the sequences that have joined, and prefills chunks between two passes."""
+        if self.joining or (self.program.cache.backend.reclaims and self._ended):
+            self._admit()
+        start, complete = time.perf_counter(), list[int]()
+        while prompts := self._prompts:
+            before = time.perf_counter()
+            self._chunks += 1
+            b = next(iter(prompts))
+            if self._chunks % _TURN:
+                b = min(prompts, key=lambda b: len(prompts[b].tokens) - self._prefilling[b])
+            if self._prefill_chunk(b, prompts[b]):
+                complete.append(b)
+            self._clock.synchronize()
+            now = time.perf_counter()
+            prompts[b].prefill_seconds += now - before
+            # All ranks stop after the same chunk.
+            if distributed.broadcast_object(now - start + (now - before) > _PAUSE):
+                break
+        if complete:
+            for b in complete:
+                self.program.begin(b, self._texts())
+            self._begin(complete)
+            self.chooser.joined()
+        if any(self._decoding):
+            for b in self._stale:
+                if b in self._prefilling:
+                    self._resting[b] = self.program.rest(b, self._prefilling[b])
+                self.program.begin(b, self._texts())
+            self._stale.clear()
+        self._clock.synchronize()
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _admit(self) -> None:
+        """Gives KV slots to the sequences that have joined, each in place of one that has ended."""
+        program, ended = self.program, list[int]()
+        others = program.prepare(*self._sampling(), masked=self._masks_tokens, running=True)
+        if program.cache.backend.reclaims:
+            ended = self._ended
+            self._remove(ended)
+            joining = [sequence.index for sequence in self.joining if sequence.index is not None]
+            program.cache.backend.release([*joining, *ended])
+            self._expect()
+        for b in ended:
+            program.place(b, [0], None, self._reuse)
+            program.prefill_chunk(b, [0], 0, None, self._reuse)
+        self._stale.update(ended)
+        for sequence in self.joining:
+            assert sequence.index is not None
+            sequence.reused = program.place(sequence.index, sequence.tokens, self._progress, self._reuse)
+            self._prefilling[sequence.index] = sequence.reused
+            self._resting.pop(sequence.index, None)
+            self._stale.add(sequence.index)
+        self.joining = []
+        self._update_active()
+        if others:
+            for b, decoding in enumerate(self._decoding):
+                if decoding is not None:
+                    self._set_sampling(b, decoding)
+        self.chooser.joined(others)
+
+    def _prefill_chunk(self, b: int, sequence: Sequence) -> bool:
+        """Prefills a chunk of the prompt at batch index b; returns whether the prompt is complete now."""
+        held, last = self._prefilling[b], len(sequence.tokens) - 1
+        if not 0 < held == last:
+            held, found = self.program.prefill_chunk(b, sequence.tokens, held, self._progress, self._reuse)
+            sequence.reused += found
+        self._prefilling[b] = held
+        self._stale.add(b)
+        if held < last:
+            return False
+        del self._prefilling[b]
+        self._resting.pop(b, None)
+        self._stale.remove(b)
+        return True
+
+    @property
+    def _prompts(self) -> dict[int, Sequence]:
+        """Returns the sequences whose prompts are being prefilled, by batch index, the oldest first."""
+        found = {b: s for b in self._prefilling if (s := self.sequences[b]) is not None}
+        return {b: s for b, s in found.items() if s.finish_reason is None}
+
+    @property
+    def unread(self) -> list[Sequence]:
+        """Returns the sequences whose prompts are not prefilled yet."""
+        return [*self._prompts.values(), *self.joining]
+
+    def _begin(self, indices: Iterable[int]) -> None:
+        """Lets sequences run whose prompts are prefilled."""
         for b in indices:
             if (begun := self.sequences[b]) is not None:
                 self.draws.begin(b, begun.number, begun.seed if self._by_position else None)
@@ -405,7 +502,16 @@ class DecodingLoop:
             else:
                 self.draws.begin(b, b)
         self._update_active()
-        self._prefilled, self.joining = True, []
+
+    @property
+    def _decoding(self) -> list[Sequence | None]:
+        """Returns the sequence at each batch index that takes part in passes; None where there is none."""
+        waits = [*self.joining, *self._later]
+        return [
+            s if s is not None and s.finish_reason is None and b not in self._prefilling and s not in waits
+            else None
+            for b, s in enumerate(self.sequences)
+        ]  # fmt: skip
 
     def _sampling(self) -> list[ProbsFromLogits]:
         """Returns the sampling options of the sequences that run; those of the loop if none runs."""
@@ -430,15 +536,18 @@ class DecodingLoop:
         """Removes sequences from the batch."""
         for b in indices:
             self.sequences[b] = None
+            self._prefilling.pop(b, None)
+            self._resting.pop(b, None)
 
     def _expect(self) -> None:
         """Tells the KV backend how many tokens may follow the sequences that are prefilled next."""
-        new_tokens = [max(1, s.left) if s is not None else 0 for s in self.sequences]
+        coming = [s if s not in self._later else None for s in self.sequences]
+        new_tokens = [max(1, s.left) if s is not None else 0 for s in coming]
         self.program.cache.backend.expect(new_tokens)
 
     def _update_active(self) -> None:
         """Tells the stages which sequences run."""
-        running = [s is not None and s.finish_reason is None for s in self.sequences]
+        running = [s is not None for s in self._decoding]
         self.program.state.active.copy_(torch.tensor(running))
 
     # A pass
@@ -448,9 +557,9 @@ class DecodingLoop:
         program, clock, chooser = self.program, self._clock, self.chooser
         try:
             start = time.perf_counter() - program.capture_seconds  # no decoding
-            running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
+            running = self._decoding
             texts = [s.tokens if s is not None else None for s in running]
-            longest = max(len(s.tokens) for s in self.sequences if s is not None)
+            longest = max(map(len, self._texts()))
             if self._masked and program.drafter is not None:
                 matchers = [None if s is None else s.matcher for s in running]
                 program.drafter.force([[] if m is None else m.forced(LONGEST) for m in matchers])

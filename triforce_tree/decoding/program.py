@@ -452,32 +452,52 @@ class DecodingProgram:
             raise
         return reused
 
-    def replace(
-        self,
-        index: int,
-        sequences: Sequence[Sequence[int]],
-        progress: Progress | None = None,
-        reuse: Reuse = "none",
+    def place(
+        self, index: int, prompt: Sequence[int], progress: Progress | None = None, reuse: Reuse = "none"
     ) -> int:
-        """Replaces a sequence that has ended while the others go on, if the backend ``replaces``.
+        """Gives KV slots to a prompt in place of a sequence that has ended, if the backend ``replaces``.
 
-        Args:
-            index: the batch index of the sequence.
-            sequences: all committed tokens of each sequence, and at ``index`` the new prompt.
+        The others may continue once :meth:`begin` was called.
 
         Returns:
-            how many tokens of the prompt were reused.
+            how many tokens of the prompt are reused.
         """
-        prompt, state = sequences[index], self.state
         self._check([prompt])
-        [reused] = self.cache.prefill([prompt], progress, reuse, state.features, index)
-        state.tokens[index, : len(prompt)] = id_tensor(prompt, self.device)
-        state.length[index], state.active[index] = len(prompt) - 1, 1
+        [reused] = self.cache.prefill([prompt], progress, reuse, self.state.features, index, in_chunks=True)
+        return reused
+
+    def prefill_chunk(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        start: int,
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+    ) -> tuple[int, int]:
+        """Prefills the next chunk of a prompt that was placed; see :meth:`FullCache.prefill_chunk`."""
+        return self.cache.prefill_chunk(index, prompt, start, reuse, progress, self.state.features)
+
+    def rest(self, index: int, held: int) -> int:
+        """Lets the others run while a prompt is not complete; see :meth:`KVBackend.rest`.
+
+        :meth:`begin` then begins the sequence after as many tokens as are returned.
+        """
+        return self.cache.backend.rest(index, held)
+
+    def begin(self, index: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Begins a sequence at one batch index while the others continue.
+
+        Args:
+            sequences: all committed tokens of each sequence. The cache holds those at ``index`` but the last;
+                they may be the beginning of a prompt that is not prefilled yet.
+        """
+        tokens, state = sequences[index], self.state
+        state.tokens[index, : len(tokens)] = id_tensor(tokens, self.device)
+        state.length[index] = len(tokens) - 1
         state.chain[index] = state.retrieval_emitted[index] = 0
         if self.drafter is not None:
             self.drafter.start_one(index, sequences)
-        self.cache.begin([prompt], index)
-        return reused
+        self.cache.begin([tokens], index)
 
     def ended(self, index: int, tokens: Sequence[int], reuse: Reuse) -> None:
         """Lets later prompts continue the text of a sequence that has ended (:meth:`FullCache.ended`)."""

@@ -200,6 +200,17 @@ class KVBackend:
             self.cached.fed(b, prompt, start)
         return list(starts)
 
+    def rest(self, b: int, held: int) -> int:
+        """Lets the other sequences run between two calls of :meth:`prefill` for sequence b.
+
+        Args:
+            held: tokens of its prompt that are prefilled.
+
+        Returns:
+            how many of them sequence b has for these passes, which write after them.
+        """
+        return held
+
     def begin(self, lengths: Sequence[int]) -> None:
         """Continues all sequences after their first tokens, which the cache holds."""
 

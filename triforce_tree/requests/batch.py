@@ -67,9 +67,12 @@ class Batch:
                         streamers.put_origins(sequence.number, names[sequence.index][: len(tokens)])
                     if streamers.put(sequence.number, tokens, newest):
                         loop.end(sequence)
+                stopped = [each for each in loop.unread if streamers.wants_end(each.number)]
+                for sequence in stopped:
+                    loop.end(sequence)
                 if self._how.joining is not None:
                     self._grow(self._how.joining)
-                for sequence, _ in fresh:
+                for sequence in [*stopped, *(sequence for sequence, _ in fresh)]:
                     if sequence.finish_reason is not None:
                         self._ended(sequence)
                 while loop.free and (following := self._next()) is not None:
@@ -143,9 +146,9 @@ class Batch:
 
     def _has_slots(self, coming: Sequence) -> bool:
         """Returns whether enough KV slots are free for a new sequence beside the running ones."""
-        joining, begun = self._how.joining, self._loop.joining
-        running = {each.index: each.prompt for each in self._loop.running if each not in begun}
-        wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
+        joining, placed_later = self._how.joining, self._loop.joining
+        running = {each.index: each.prompt for each in self._loop.running if each not in placed_later}
+        wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *placed_later)]
         tokens = joining.tokens if joining is not None else None
         backend = self._loop.program.cache.backend
         return backend.has_slots(running, wanted, self._how.max_batch or 0, tokens)

@@ -30,6 +30,10 @@ class TokenStreamer(BaseStreamer):
         of a level (``Origins.take``).
         """
 
+    def wants_end(self) -> bool:
+        """Returns whether the sequence is to end. It is asked while the prompt is prefilled."""
+        return False
+
     def put(self, value: Tensor) -> bool:
         """Takes new tokens ``[N]`` or a prompt ``[1, W]``; returns whether the sequence is to end."""
         if value.dim() > 1:
@@ -117,6 +121,11 @@ class Streamers:
             put_scores(newest(number, len(tokens)))
         # transformers' own return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
+
+    def wants_end(self, number: int) -> bool:
+        """Returns whether the streamer ends its sequence, whose prompt is being prefilled."""
+        streamer = self._streamers[number] if self._streamers else None
+        return isinstance(streamer, TokenStreamer) and streamer.wants_end()
 
     @property
     def want_origins(self) -> bool:

@@ -234,16 +234,16 @@ def test_a_batch_is_a_whole_number_from_one_on(value: object) -> None:
 
 def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine()
-    replace, calls = DecodingProgram.replace, 0
+    chunk, calls = DecodingProgram.prefill_chunk, 0
 
-    def failing(self: DecodingProgram, *args: Any) -> int:
+    def failing(self: DecodingProgram, *args: Any) -> tuple[int, int]:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise torch.OutOfMemoryError("no more")
-        return replace(self, *args)
+        return chunk(self, *args)
 
-    monkeypatch.setattr(DecodingProgram, "replace", failing)
+    monkeypatch.setattr(DecodingProgram, "prefill_chunk", failing)
     monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
     assert continued(engine, 2) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
     assert calls > 4
@@ -255,15 +255,15 @@ def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.Monkey
     prompts = [prompt_of(61), prompt_of(43)[::-1]]
     given = {"max_batch": 1, "max_new_tokens": 4, "do_sample": False}
     engine.generate(prompts[:1], **given)
-    replace, calls = DecodingProgram.replace, [0]
+    chunk, calls = DecodingProgram.prefill_chunk, [0]
 
-    def failing(self: DecodingProgram, *args: Any) -> int:
+    def failing(self: DecodingProgram, *args: Any) -> tuple[int, int]:
         calls[0] += 1
         if calls[0] == 1:
             raise torch.OutOfMemoryError("no more")
-        return replace(self, *args)
+        return chunk(self, *args)
 
-    monkeypatch.setattr(DecodingProgram, "replace", failing)
+    monkeypatch.setattr(DecodingProgram, "prefill_chunk", failing)
     monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
     assert engine.generate(prompts, **given).reused_tokens == [48, 0]
     assert calls == [1]

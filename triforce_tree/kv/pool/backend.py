@@ -1,6 +1,6 @@
 """The KV backend of a batch whose prompts begin alike, and come and go while it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -37,6 +37,8 @@ class PooledBackend(KVBackend):
         self._new_tokens = [0] * self.batch
         # The first tokens of each sequence whose hidden states are kept, where a drafter reads any.
         self._leading: list[list[int]] = [[] for _ in range(self.batch)]
+        # Tokens in ``cached`` of sequences whose chunks are hidden, and how many are in whole chunks.
+        self._resting: dict[int, tuple[list[int], int]] = {}
         for b in range(self.batch):
             self.pool.admit(b, [0], 0)
         self._follow_pool()
@@ -73,7 +75,7 @@ class PooledBackend(KVBackend):
         return list(others)
 
     def _place(self, prompts: Mapping[int, Sequence[int]], features: Features | None) -> None:
-        self.pool.release(prompts)
+        self._release(prompts)
         for b, prompt in prompts.items():
             self.pool.admit(b, prompt, self._new_tokens[b])
         self._follow_pool()
@@ -108,14 +110,30 @@ class PooledBackend(KVBackend):
         used, newest = list(starts), run.features.history if run.features is not None else 0
         for n, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             b = first + n
+            if b in self._resting:
+                tokens, whole = self._resting.pop(b)
+                self.cached.copied(b, tokens, len(tokens), whole)
+                self._follow_pool()
             if self.pool.held(b) > len(self.cached.held[b]):
                 self._find(b, prompt, run.features)
                 used[n] = max(start, self.cached.common(b, prompt, "chunks", newest))
                 if run.progress and used[n] > start:
                     run.progress(used[n] - start)
             super().prefill([prompt], b, [used[n]], run)
-            self.pool.written(b)
+            self.pool.written(b, len(prompt) - 1)
         return used
+
+    def rest(self, b: int, held: int) -> int:
+        """See :class:`KVBackend`: a pass reads all chunks of a sequence, so the sequence has none until they
+        are written, and passes write to its own slots.
+        """
+        if self.pool.held(b) >= sum(len(block.tokens) for block in self.pool.path(b)):
+            return held
+        self._resting[b] = self.cached.held[b], self.cached.whole[b]
+        self.cached.held[b] = []
+        self.cached.keep(b, 0)
+        self._follow_pool()
+        return 0
 
     def expect(self, new_tokens: Sequence[int]) -> None:
         """See :class:`KVBackend`."""
@@ -123,9 +141,14 @@ class PooledBackend(KVBackend):
 
     def release(self, sequences: Sequence[int]) -> None:
         """See :class:`KVBackend`."""
-        self.pool.release(sequences)
+        self._release(sequences)
         for b in sequences:
             self.cached.keep(b, 0)
+
+    def _release(self, sequences: Collection[int]) -> None:
+        self.pool.release(sequences)
+        for b in sequences:
+            self._resting.pop(b, None)
 
     def has_slots(
         self,
@@ -143,6 +166,7 @@ class PooledBackend(KVBackend):
     def forget(self) -> None:
         """See :class:`KVBackend`."""
         self.pool.forget()
+        self._resting.clear()
         self.cached.clear()
 
     def serves(self, pool: PoolSize | None) -> bool:
@@ -195,4 +219,5 @@ class PooledBackend(KVBackend):
 
     def _follow_pool(self) -> None:
         batch = range(self.batch)
-        self.store.set([self.pool.shared(b) for b in batch], [self.pool.own(b) for b in batch])
+        shared = [[] if b in self._resting else self.pool.shared(b) for b in batch]
+        self.store.set(shared, [self.pool.own(b) for b in batch])

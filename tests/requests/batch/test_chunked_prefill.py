@@ -1,0 +1,177 @@
+"""Prompts that join a batch are prefilled in chunks between the passes of the sequences that run."""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+
+import triforce_tree
+from tests.support.models.api_cases import CHUNK, CHUNKED, SHARING, TARGET
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.program_cases import reference
+from tests.support.models.recurrent_families import recurrent
+from triforce_tree import Engine
+from triforce_tree.config import load_arguments
+from triforce_tree.requests.joining import Fits, Joined
+from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.streamers import TokenStreamer
+
+# The clock of the tests goes on by a fixed time whenever it is read: a few chunks are prefilled at once.
+AT_ONCE = 4
+LONG, SHORT = prompt_of(300)[::-1], prompt_of(70)
+OWN_SLOTS = {
+    "window": lambda: tiny("mistral-window"),
+    "gated delta rule": lambda: recurrent("qwen3.5"),
+    "Mamba": lambda: recurrent("falcon-h1"),
+}
+
+
+def engine_over(target: Any, **options: Any) -> Engine:
+    return triforce_tree.load(target, **load_arguments({**CHUNKED, **options}))
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Engine]]] = {
+    **{kind: (lambda: TARGET, lambda _, made=made: made()) for kind, made in SHARING.items()},
+    "own slots": (lambda: TARGET, lambda target: engine_over(target, levels=1, prefix_cache=False)),
+    **{
+        f"{kind}, levels={levels}": (made, lambda target, n=levels: engine_over(target, levels=n))
+        for kind, made in OWN_SLOTS.items()
+        for levels in (1, 2)
+    },
+}  # fmt: skip
+
+
+class Told(TokenStreamer):
+    """Records events, and ends its sequence once ``ending`` is true."""
+
+    def __init__(self, name: str, events: list[str], ending: Callable[[], bool] = lambda: False) -> None:
+        self._name, self._events, self._ending = name, events, ending
+
+    def put_prompt(self, *_: Any) -> None:
+        pass
+
+    def put_tokens(self, tokens: Any) -> bool:
+        self._events.append(self._name)
+        return self._ending()
+
+    def wants_end(self) -> bool:
+        return self._ending()
+
+    def end(self) -> None:
+        self._events.append(f"end of {self._name}")
+
+
+class Coming:
+    """Prompts that join after the first pass of the batch, all at once."""
+
+    tokens = None
+
+    def __init__(self, coming: list[Joined], rows: int) -> None:
+        self.coming, self.rows = coming, rows
+        self.outputs: dict[int, GenerateOutput] = {}
+
+    def wanted(self, fits: Fits) -> int:
+        return self.rows if self.coming else 0
+
+    def next(self, fits: Fits) -> Joined | None:
+        if not self.coming or not fits(list(self.coming[0].prompt), self.coming[0].new_tokens):
+            return None
+        return self.coming.pop(0)
+
+    def ended(self, number: int, output: GenerateOutput) -> None:
+        self.outputs[number] = output
+
+    def new(self, number: int) -> list[int]:
+        out = self.outputs[number]
+        tokens: list[int] = out.sequences[0, -out.new_tokens :].tolist()
+        return tokens
+
+
+def decoded(engine: Engine, coming: Coming, events: list[str], new: int) -> None:
+    """Decodes a sequence, beside which others join."""
+
+    def progress(tokens: int) -> None:
+        # Tokens that the cache holds already are reported at once.
+        if tokens <= CHUNK:
+            events.append("chunk")
+
+    engine.generate(
+        [SHORT], max_new_tokens=new, do_sample=False, joining=coming, max_batch=coming.rows,
+        streamer=[Told("running", events)], progress=progress,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", CASES)
+def test_a_running_text_goes_on_while_a_long_prompt_joins(case: str) -> None:
+    """The texts of both are those of lone requests, and no chunk is computed twice."""
+    made, load = CASES[case]
+    target = made()
+    engine, events = load(target), list[str]()
+    other = prompt_of(60)[::-1]
+    coming = Coming([Joined(LONG, 12, Told("long", events)), Joined(other, 8, Told("other", events))], 3)
+    decoded(engine, coming, events, 60)
+    if case == "8 bits":
+        alone = [load(target).generate([p], max_new_tokens=n, do_sample=False).sequences[0, -n:].tolist()
+                 for p, n in ((SHORT, 60), (LONG, 12), (other, 8))]  # fmt: skip
+    else:
+        alone = [reference(target, p, n) for p, n in ((SHORT, 60), (LONG, 12), (other, 8))]
+    assert [coming.new(number) for number in range(3)] == alone
+    joined = events[events.index("running") :]
+    chunks = [n for n, event in enumerate(joined) if event == "chunk"]
+    if case not in ("EAGLE", "block"):  # They need the states of the newest positions.
+        assert len(chunks) == -(-(len(LONG) - 1) // CHUNK) + -(-(len(other) - 1) // CHUNK)
+    runs = [len(list(run)) for event, run in groupby(joined) if event == "chunk"]
+    assert len(runs) > 4
+    assert max(runs) <= AT_ONCE
+    assert joined.index("other") < joined.index("long"), "the shorter prompt does not wait for the longer one"
+
+
+@pytest.mark.parametrize("kind", ["plain", "three levels"])
+def test_a_prompt_whose_client_has_left_is_prefilled_no_further(kind: str) -> None:
+    """What was computed of it is used by a later prompt, and all slots are free again."""
+    engine, events = SHARING[kind](), list[str]()
+    left = Told("left", events, lambda: events.count("chunk") >= 10)
+    coming = Coming([Joined(LONG, 12, left)], 2)
+    decoded(engine, coming, events, 40)
+    assert coming.new(0) == reference(TARGET, SHORT, 40)
+    assert coming.outputs[1].new_tokens == 0
+    assert events.count("end of left") == 1
+    assert events.count("chunk") < 10 + AT_ONCE
+    program = engine.last_program
+    assert program is not None
+    later = Coming([Joined(LONG, 12)], 2)
+    events.clear()
+    decoded(engine, later, events, 30)
+    assert later.new(1) == reference(TARGET, LONG, 12)
+    assert later.outputs[1].reused_tokens >= CHUNK
+
+
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    engine, events = SHARING["plain"](), list[str]()
+    coming = Coming([Joined([*LONG, n], 6) for n in range(3)], 4)
+    decoded(engine, coming, events, 60)
+    assert [coming.new(n) for n in range(1, 4)] == [reference(TARGET, [*LONG, n], 6) for n in range(3)]
+    reused = sorted(coming.outputs[n].reused_tokens for n in range(1, 4))
+    assert reused == [0, *[len(LONG) // CHUNK * CHUNK] * 2]
+
+
+def test_keys_and_values_are_those_of_a_prefill_without_passes_between() -> None:
+    """They are equal bit by bit, because the chunks are the same."""
+    engine, events = SHARING["plain"](), list[str]()
+    decoded(engine, Coming([Joined(LONG, 100)], 2), events, 40)
+    slots = []
+    for other in (engine, SHARING["plain"]()):
+        if other is not engine:
+            coming = Coming([Joined(LONG, 100)], 2)
+            other.generate([SHORT], max_new_tokens=40, do_sample=False, joining=coming, max_batch=2)
+        program = other.last_program
+        assert program is not None
+        pool = program.cache.backend.pool
+        blocks = [block for block in pool.blocks() if block.tokens == tuple(LONG[block.start : block.stop])]
+        assert len(blocks) == (len(LONG) - 1) // CHUNK
+        rows = program.store.slots_of([page for block in blocks for page in block.pages])
+        slots.append([layer[:, rows] for layer in program.store.stored])
+    assert all(torch.equal(a, b) for a, b in zip(*slots, strict=True))
