@@ -36,6 +36,8 @@ from triforce_tree.server.warm_up import default_prompts, warm_up
 # escaped character takes up to twelve). The other limits are for models without a most number of tokens, and
 # the least limit.
 _TOKEN_BYTES, _ANY_BYTES, _LEAST_BYTES = 64, 16 * 2**20, 2**20
+# Tokens of the longest prompt of a warm-up on a GPU, if there is no limit for those of a batch.
+_WARM = 65_536
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page needs nothing but this server.
@@ -121,7 +123,7 @@ class _Running:
         if self._closed:
             scheduler.stop()
         elif served.warm_up != ():
-            lengths = served.warm_up or default_prompts(engine, served.limits.batch_tokens)
+            lengths = served.warm_up or default_prompts(engine, served.limits.batch_tokens or _WARM)
             warm_up(engine, scheduler, lengths, self._preparing)
         self.metrics.watch(scheduler)
         self._status = "ok"

@@ -9,6 +9,10 @@ import torch
 _LOG = logging.getLogger("triforce_tree.server")
 
 
+class LateError(Exception):
+    """A text has not ended in the time that the server gives it."""
+
+
 def logged(trace: str, why: str = "an error within the server has ended this request") -> str:
     """Logs a traceback, and returns a sentence for the client with the identifier of the log entry."""
     identifier = f"error-{uuid.uuid4().hex[:16]}"
@@ -21,6 +25,8 @@ def client_message(error: BaseException) -> str:
 
     The sentence does not contain the error's message, which may contain another client's prompt.
     """
+    if isinstance(error, LateError):
+        return str(error)
     short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
     trace = "".join(traceback.format_exception(error))
     if short:

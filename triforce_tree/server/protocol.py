@@ -21,12 +21,13 @@ _MOST_CHOICES, _MOST_STOPS = 128, 4
 # Within these limits fp32 logits divided by a temperature and multiplied by a penalty neither overflow nor
 # underflow.
 _LEAST, _MOST_TEMPERATURE, _MOST_PENALTY = 1e-30, 1e6, 100.0
+_MOST_USER = 256
 
 # Options that are accepted with any value, since they do not change the text of this server.
 _WITHOUT_EFFECT = frozenset(
     """
     guided_decoding_backend metadata parallel_tool_calls prediction priority prompt_cache_key
-    prompt_cache_retention request_id rid safety_identifier service_tier store user
+    prompt_cache_retention request_id rid service_tier store
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
 # Unsupported options are accepted with these values, which are the defaults of OpenAI, vLLM or SGLang. The
@@ -87,6 +88,7 @@ class Sampled:
         alternatives: number of most probable tokens to report for each token; None if the client wants no
             log-probabilities.
         shape: the structure that the text must have, see ``constraints.py``; None for any text.
+        user: the end user to whom the queue is fair; "" if the client names none.
     """
 
     model: str
@@ -111,6 +113,7 @@ class Sampled:
     limit: int | None
     alternatives: int | None
     shape: Shape | None
+    user: str
 
     def sampling(self, ends: Iterable[int] = ()) -> dict[str, Any]:
         """Returns the sampling options for ``Engine.generate``.
@@ -262,6 +265,7 @@ class _Fields:
             "stream": self.flag("stream"),
             "stream_options": self._stream_options(),
             "shape": content_shape(self.take),
+            "user": self._user(),
         }
         if fields["stream_options"] is not None and not fields["stream"]:
             raise RefusedError(
@@ -289,6 +293,10 @@ class _Fields:
             raise wrong("chat_template_kwargs", given, 'must be an object, as {"enable_thinking": false}')
         effort = self._left.pop("reasoning_effort", None)
         return given if effort is None else {**given, "reasoning_effort": effort}
+
+    def _user(self) -> str:
+        names = [str(self._left.pop(name, "")) for name in ("safety_identifier", "user")]
+        return (names[0] or names[1])[:_MOST_USER]
 
     def whole(self, name: str, default: int | None, least: int, most: int = 2**31) -> Any:
         value = self._left.pop(name, default)

@@ -1,16 +1,15 @@
 """A bounded queue of sequences, and the thread that decodes them in batches.
 
-An engine decodes one batch at a time, because all batches use its buffers. A batch begins with the oldest
-sequence that waits, and with all others that allow the same drafts, as far as ``Limits`` allows. Later ones
-join it between two passes. At most ``Limits.batch`` of them may begin before a
-sequence with other settings that came earlier. If a batch fails, each of its sequences whose text nobody has
-seen yet is decoded again, alone.
+An engine decodes one batch at a time, because all batches use its buffers. A batch begins with the sequence
+that comes first in the queue's order, which is fair to clients (``FairQueue``), and with others that allow
+the same drafts, as far as ``Limits`` allows. Later ones join it between two passes. At most
+``Scheduler.batch`` of them may begin before a sequence that comes first and cannot join. If a batch fails,
+each of its sequences whose text nobody has seen yet is decoded again, alone.
 """
 
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
@@ -25,7 +24,16 @@ from triforce_tree.grammar import Grammar
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
+from triforce_tree.server.errors import LateError
+from triforce_tree.server.fair_queue import FairQueue
 from triforce_tree.server.text_stream import TextStream
+
+# Sequences that are decoded together by default. An empty place costs nothing on a CPU, and little on a GPU
+# as long as a pass of all places reads the weights longer than it computes.
+_BATCH = {"cpu": 16, "cuda": 8}
+_TOKENS = {"cpu": 65_536, "cuda": None}
+# Seconds between two searches of the queue for texts that nobody waits for, or that have waited too long.
+_SEARCH = 1.0
 
 
 class QueueFullError(Exception):
@@ -42,18 +50,22 @@ class Limits:
 
     Attributes:
         waiting: the most requests in the queue.
-        batch: the most sequences that are decoded together.
-        batch_tokens: the most tokens of all prompts of a batch of several sequences.
+        batch: the most sequences that are decoded together, fewer if memory is short. None for a number by
+            the device.
+        batch_tokens: the most tokens of all prompts of a batch of several sequences. None for as many as the
+            memory of a GPU holds, and 65,536 on a CPU.
         new_tokens: the most new tokens of a sequence; a chat that names no limit gets this many.
+        seconds: the most seconds from the arrival of a request to its end; None for no limit.
     """
 
     waiting: int = 64
-    batch: int = 4
-    batch_tokens: int = 65_536
+    batch: int | None = None
+    batch_tokens: int | None = None
     new_tokens: int = 4096
+    seconds: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class ServedText:
     """One text of a request: its prompt, its settings, and its results.
 
@@ -64,6 +76,7 @@ class ServedText:
         echo: whether its text begins with that of the prompt.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
+        client: who asked for it. The queue is fair to clients, see :class:`FairQueue`.
         levels: whether to report what proposed each new token.
         seed: seed of its draws, which then do not depend on the batch; None for a random seed.
         shown: ids of special tokens whose names are part of the text.
@@ -88,6 +101,7 @@ class ServedText:
     speculation: Mapping[str, Any] | None = None
     echo: bool = False
     shown: frozenset[int] = frozenset()
+    client: str = ""
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
@@ -149,6 +163,9 @@ class _OwnStream(TokenStreamer):
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
         self._tried(self._stream.put_prompt, tokens, end_tokens)
 
+    def wants_end(self) -> bool:
+        return self._stream.wants_end()
+
     def put(self, value: Tensor) -> bool:
         return self._tried(self._stream.put, value) is not False
 
@@ -189,7 +206,7 @@ class _Batch:
 
     def __init__(self, scheduler: "Scheduler", sequences: list[ServedText]) -> None:
         self._scheduler, self._numbers = scheduler, itertools.count()
-        self.tokens: int | None = scheduler.limits.batch_tokens
+        self.tokens: int | None = scheduler.batch_tokens
         self.running: dict[int, ServedText] = {}
         self.overtaken = 0
         for sequence in sequences:
@@ -225,6 +242,9 @@ class Scheduler:
         limits: the limits of the queue and of the batches.
         done: called with each sequence when it has ended, for metrics.
         passed: called with a sequence after each of its passes, see :class:`TextStream`.
+
+    Attributes:
+        batch, batch_tokens: as in ``limits``, or their defaults for the engine's device.
     """
 
     def __init__(
@@ -234,8 +254,14 @@ class Scheduler:
         done: Callable[[ServedText], None],
         passed: Callable[[ServedText, int, float | None], None] = lambda *_: None,
     ) -> None:
-        self.engine, self.limits, self._done, self._passed = engine, limits, done, passed
-        self._queue: deque[ServedText] = deque()
+        self.engine, self._done, self._passed = engine, done, passed
+        self.limits, kind = limits, engine.target.device.type
+        self.batch = limits.batch or _BATCH[kind]
+        self.batch_tokens = limits.batch_tokens or _TOKENS[kind]
+        self._searched = time.monotonic()
+        self._queue: FairQueue[ServedText] = FairQueue(
+            lambda sequence: sequence.client, lambda sequence: len(sequence.prompt)
+        )
         self._changed = threading.Condition()
         self._closed = False
         self._batch: _Batch | None = None
@@ -305,23 +331,28 @@ class Scheduler:
                 self._decode(batch)
 
     def _drop_cancelled(self) -> None:
-        """Removes cancelled sequences from the queue."""
-        queue, self._queue = self._queue, deque()
-        for sequence in queue:
-            if sequence.cancelled:
-                sequence.end_waiting()
-                self._done(sequence)
-                sequence.emit(None)
-            else:
-                self._queue.append(sequence)
+        """Removes sequences from the queue that are cancelled or late."""
+        self._searched = time.monotonic()
+        for sequence in [each for each in self._queue if self._over(each)]:
+            self._queue.remove(sequence)
+            sequence.end_waiting()
+            self._done(sequence)
+            sequence.emit(None)
+
+    def _over(self, sequence: ServedText) -> bool:
+        """Returns whether a sequence is to end now, because it was cancelled or is late."""
+        limit, seconds = self.limits.seconds, time.monotonic() - sequence.began
+        if limit is not None and seconds > limit and not sequence.cancelled:
+            sequence.error = LateError(f"the text has not ended within the {limit:g} seconds of this server")
+            sequence.cancelled = True
+        return sequence.cancelled
 
     def _next_batch(self) -> _Batch:
-        """Takes the oldest sequence from the queue, and others that can be decoded with it."""
+        """Takes the next sequence from the queue, and others that can be decoded with it."""
         batch: list[ServedText] = []
-        left: deque[ServedText] = deque()
         for sequence in self._queue:
-            (batch if self._begins(sequence, batch) else left).append(sequence)
-        self._queue = left
+            if self._begins(sequence, batch):
+                batch.append(sequence)
         for sequence in batch:
             self._begin(sequence)
         return _Batch(self, batch)
@@ -330,8 +361,8 @@ class Scheduler:
         """Returns whether a sequence can begin together with others."""
         tokens = sum(len(each.prompt) for each in batch) + len(sequence.prompt)
         return not batch or (
-            tokens <= self.limits.batch_tokens
-            and len(batch) < self.limits.batch
+            (self.batch_tokens is None or tokens <= self.batch_tokens)
+            and len(batch) < self.batch
             and sequence.speculation == batch[0].speculation
             and not (sequence.alone or batch[0].alone)
         )
@@ -339,7 +370,7 @@ class Scheduler:
     def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
         """Returns whether a sequence can be decoded together with the running ones."""
         return (
-            0 < len(running) < self.limits.batch
+            0 < len(running) < self.batch
             and not (sequence.alone or running[0].alone)
             and sequence.speculation == running[0].speculation
             and not sequence.echo
@@ -349,13 +380,21 @@ class Scheduler:
     def _begin(self, sequence: ServedText) -> None:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
+        self._queue.begin(sequence)
         sequence.end_waiting()
         sequence.stream = TextStream(
-            tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives,
-            partial(self._passed, sequence), sequence.levels, sequence.settings.get("min_new_tokens") or 0,
+            tokenizer, sequence.stop, sequence.emit, lambda: self._over(sequence), sequence.alternatives,
+            partial(self._decoded, sequence), sequence.levels, sequence.settings.get("min_new_tokens") or 0,
             sequence.shown,
         )  # fmt: skip
         self.running += 1
+
+    def _decoded(self, sequence: ServedText, tokens: int, seconds: float | None) -> None:
+        with self._changed:
+            self._queue.decoded(sequence, tokens)
+            if time.monotonic() - self._searched > _SEARCH:
+                self._drop_cancelled()
+        self._passed(sequence, tokens, seconds)
 
     def wanted(self, batch: _Batch, fits: Fits) -> int:
         """Returns how many sequences could be decoded together now, those of the batch included."""
@@ -379,12 +418,11 @@ class Scheduler:
                     continue
                 if self._joins(sequence, running, fits):
                     batch.overtaken += waits
-                    self._queue.remove(sequence)
                     batch.add(sequence)
                     self._begin(sequence)
                     return sequence
                 waits = True
-                if batch.overtaken >= self.limits.batch:
+                if batch.overtaken >= self.batch:
                     return None
             return None
 
@@ -401,7 +439,7 @@ class Scheduler:
         given = list(batch.running.values())
 
         def check(tokens: int) -> None:
-            if self._closed or all(sequence.cancelled for sequence in batch.running.values()):
+            if self._closed or all(self._over(sequence) for sequence in batch.running.values()):
                 raise _NobodyWaitsError
 
         error: BaseException | None = None
@@ -414,7 +452,7 @@ class Scheduler:
                 streamer=[_own_stream(sequence) for sequence in given],
                 progress=check,
                 seed=[sequence.seed for sequence in given],
-                max_batch=self.limits.batch,
+                max_batch=self.batch,
                 joining=batch,
                 speculation=given[0].speculation,
                 **_by_name(given),
@@ -442,11 +480,13 @@ class Scheduler:
                 sequence.alone, sequence.stream = True, None
                 # If the scheduler was closed meanwhile, these sequences are cancelled too.
                 sequence.cancelled |= self._closed
-                self._queue.appendleft(sequence)
+                self._queue.put_back(sequence)
 
     def ended(self, sequence: ServedText) -> None:
         """Records that a sequence has ended, was cancelled or has failed."""
-        self.running -= 1
+        with self._changed:
+            self.running -= 1
+            self._queue.ended(sequence)
         sequence.cut = sequence.cancelled
         self._done(sequence)
         sequence.emit(None)

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
 from triforce_tree.grammar import EBNF
-from triforce_tree.server.errors import client_message
+from triforce_tree.server.errors import LateError, client_message
 from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import CompletionRequest
 from triforce_tree.server.readers import Readers
@@ -64,6 +64,9 @@ class Service:
         emit = _emitter(pieces, asyncio.get_running_loop())
         # In a thread, as lists of millions of tokens would block the event loop, and a grammar is compiled.
         sequences = await asyncio.to_thread(self._sequences, read, emit)
+        for sequence in sequences:
+            # Without a name of the end user, all requests from one address are one client's.
+            sequence.client = read.asked.user or (request.client.host if request.client is not None else "")
         try:
             self.scheduler.submit(sequences)
         except QueueFullError as problem:
@@ -221,7 +224,8 @@ def _raise_errors(sequences: list[ServedText]) -> None:
     for sequence in sequences:
         # Another request in the same batch may have caused the error, so it is never reported as status 400.
         if sequence.error is not None:
-            raise RefusedError(client_message(sequence.error), 500)
+            late = isinstance(sequence.error, LateError)
+            raise RefusedError(client_message(sequence.error), 504 if late else 500)
         if not sequence.complete:
             raise RefusedError(ENDING, 503, retry=5)
 

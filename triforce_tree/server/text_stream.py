@@ -139,6 +139,9 @@ class TextStream(TokenStreamer):
         self._send(text)
         self._echoed = len(text)
 
+    def wants_end(self) -> bool:
+        return self._cancelled()
+
     def put_origins(self, names: Sequence[str]) -> None:
         self._origins = list(names)
 

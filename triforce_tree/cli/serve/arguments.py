@@ -27,11 +27,18 @@ def add(subparsers: Any) -> None:
         "--api-key", help="that clients have to send; by default $TRIFORCE_TREE_API_KEY, else anyone may ask"
     )
     parser.add_argument("--max-waiting", type=positive, default=64, help="texts in the queue before 429")
-    parser.add_argument("--max-batch", type=positive, default=4, help="sequences decoded together")
     parser.add_argument(
-        "--max-batch-tokens", type=positive, default=65_536, metavar="N",
+        "--max-batch", type=positive, metavar="N",
+        help="sequences decoded together, fewer if memory is short; by default 8 on a GPU, 16 on a CPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-batch-tokens", type=positive, metavar="N",
         help="tokens of all prompts that are decoded together; with a longer one only prompts that share its "
-        "beginning",
+        "beginning; by default as many as the memory of a GPU holds, 65,536 on a CPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=above_zero, metavar="SECONDS",
+        help="from the arrival of a request to its end; by default there is no limit",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=4096, help="most of one request")
     parser.add_argument(

@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
     from triforce_tree.server.scheduler import Limits
 
     name = args.model_name or str(args.target or "embedded")
-    limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
+    limits = Limits(
+        args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens, args.timeout
+    )
     key = args.api_key or os.environ.get(KEY) or None
     most = None if args.max_body is None else bytes_of(args.max_body, "--max-body")
     lengths = None if args.warm_up_tokens is None else tuple(filter(None, args.warm_up_tokens))

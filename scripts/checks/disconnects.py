@@ -1,0 +1,182 @@
+"""Sends many requests to a server, some of whose clients leave early, and looks for what is not given back.
+
+Usage: python -m scripts.checks.disconnects [requests] [clients]
+
+The server decodes with the embedded pair on the CPU. Whole texts must equal those of lone requests. At the
+end nothing runs or waits, and memory and open files must be as after the first tenth of the requests.
+"""
+
+import asyncio
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+import triforce_tree
+from triforce_tree.bench.texts import pydoc_text, surrounding
+from triforce_tree.engine import Engine
+from triforce_tree.server.app import Served, create_app
+from triforce_tree.server.graceful import GracefulServer
+from triforce_tree.server.scheduler import Limits
+
+_NAME, _PATIENCE = "pair", 300.0
+# Tokens of the prompts, several chunks of a prefill among them, and numbers of new tokens.
+_LENGTHS, _NEW = (5, 40, 90, 200, 700), (1, 6, 24)
+# The most bytes and files that the process may have more than after the first tenth.
+_MORE_BYTES, _MORE_FILES = 128 * 2**20, 4
+
+
+@dataclass
+class Report:
+    """What a run has found.
+
+    Attributes:
+        outcomes: number of requests by outcome: whole, wrong, left or refused.
+        bytes: resident bytes of the process after a tenth of the requests and at the end.
+        files: open files at these times.
+        idle: whether nothing runs or waits at the end.
+        seconds: of all requests.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    idle: bool = False
+    seconds: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        """Returns what is wrong, in words."""
+        found = [
+            f"{self.outcomes[kind]} {kind} texts" for kind in ("wrong", "refused") if self.outcomes[kind]
+        ]
+        if self.bytes[-1] - self.bytes[0] > _MORE_BYTES:
+            found.append(f"memory grew from {self.bytes[0]:,} to {self.bytes[-1]:,} bytes")
+        if self.files[-1] - self.files[0] > _MORE_FILES:
+            found.append(f"open files grew from {self.files[0]} to {self.files[-1]}")
+        return found if self.idle else [*found, "sequences run or wait although all clients have left"]
+
+    def look(self) -> None:
+        """Records memory and open files."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        self.files.append(len(os.listdir("/proc/self/fd")))
+
+
+@contextmanager
+def _serving(engine: Engine, limits: Limits) -> Iterator[str]:
+    app = create_app(engine, Served(_NAME, limits=limits))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = GracefulServer(uvicorn.Config(app, log_level="error"), app.state.stop, 5)
+        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{free.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(_PATIENCE)
+
+
+def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
+    """Sends requests from several clients at a time; about half of the clients leave before the end."""
+    assert engine.tokenizer is not None
+    text = surrounding(engine.tokenizer, pydoc_text(), 4 * sum(_LENGTHS), "the check")
+    prompts = [text[n * length : (n + 1) * length] for length in _LENGTHS for n in range(3)]
+    alone = {
+        (number, new): engine.generate([prompt], max_new_tokens=new, do_sample=False).text
+        for number, prompt in enumerate(prompts) for new in _NEW
+    }  # fmt: skip
+    report, numbers = Report(), count()
+
+    async def one(client: httpx.AsyncClient, draw: random.Random) -> str:
+        number, new = draw.randrange(len(prompts)), draw.choice(_NEW)
+        body = {
+            "model": _NAME, "prompt": prompts[number], "max_tokens": new, "temperature": 0,
+            "user": f"user {draw.randrange(5)}", "stream": draw.random() < 0.7,
+        }  # fmt: skip
+        patience = draw.choice([_PATIENCE, _PATIENCE, draw.uniform(0, 0.3)])
+        pieces = draw.choice([10**6, 10**6, draw.randrange(4)])
+        try:
+            async with asyncio.timeout(patience):
+                if not body["stream"]:
+                    answer = await client.post("/v1/completions", json=body)
+                    if answer.status_code != 200:
+                        return "refused"
+                    return _judged(answer.json()["choices"][0]["text"], alone[number, new])
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
+                    if answer.status_code != 200:
+                        return "refused"
+                    return await _read(answer, pieces, alone[number, new])
+        except TimeoutError:
+            return "left"
+
+    async def some(client: httpx.AsyncClient, draw: random.Random) -> None:
+        while (number := next(numbers)) < requests:
+            report.outcomes[await one(client, draw)] += 1
+            if number == requests // 10:
+                report.look()
+
+    async def everyone(url: str) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+        async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE, limits=limits) as client:
+            await asyncio.gather(*(some(client, random.Random(f"{seed} {n}")) for n in range(clients)))
+            end = time.monotonic() + _PATIENCE
+            while not report.idle and time.monotonic() < end:
+                lines = (await client.get("/metrics")).text.splitlines()
+                names = ("triforce_tree_running_sequences ", "triforce_tree_waiting_sequences ")
+                report.idle = all(float(line.split()[1]) == 0 for line in lines if line.startswith(names))
+                await asyncio.sleep(0.05)
+
+    with _serving(engine, Limits(waiting=4 * clients, new_tokens=max(_NEW))) as url:
+        start = time.monotonic()
+        asyncio.run(everyone(url))
+        report.seconds = time.monotonic() - start
+        report.look()
+    return report
+
+
+async def _read(answer: httpx.Response, pieces: int, expected: str) -> str:
+    """Reads a stream up to so many events, and judges its text if it was read to its end."""
+    text = ""
+    async for line in answer.aiter_lines():
+        if line == "data: [DONE]":
+            return _judged(text, expected)
+        if line.startswith("data: "):
+            if not pieces:
+                return "left"
+            pieces -= 1
+            choices = httpx.Response(200, content=line[6:]).json()["choices"]
+            text += "".join(choice["text"] for choice in choices)
+    return "wrong"
+
+
+def _judged(text: str, expected: str) -> str:
+    return "whole" if text == expected else "wrong"
+
+
+def main() -> None:
+    given = dict(enumerate(map(int, sys.argv[1:])))
+    requests, clients = given.get(0, 10_000), given.get(1, 24)
+    report = run(triforce_tree.load(device="cpu"), requests, clients)
+    print(f"{requests:,} requests of {clients} clients in {report.seconds:,.0f} s: {dict(report.outcomes)}")
+    print(f"resident bytes {report.bytes}, open files {report.files}")
+    if report.problems:
+        sys.exit("; ".join(report.problems))
+
+
+if __name__ == "__main__":
+    main()
