@@ -332,6 +332,6 @@ def test_the_memory_plan_counts_the_states(family: str) -> None:
     limits = pass_limits(program.config, 3)
     [planned] = drafter.buffer_bytes(2, 200, limits).values()
     buffers = [*window.states.buffers, *window.drafted.buffers]
-    copies = 3 * sum(part.nbytes for b in range(2) for part in window.parts(b))
+    copies = 3 * sum(part.nbytes for b in range(2) for part in window.copy(b, 0))
     used = sum(t.nbytes for t in buffers) + copies
     assert 0.95 * used < planned < 1.6 * used

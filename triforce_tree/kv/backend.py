@@ -345,7 +345,7 @@ class KVBackend:
 
     def restored(self, length: int) -> None:
         """Records that :meth:`set_layer` has stored all layers of the only sequence."""
-        self.store.fed(0, length)
+        self.store.restored(0, length)
 
     # Trials and the end
 

@@ -220,8 +220,8 @@ class KVStore:
             self.groups.append(KVGroup(tuple(indices), shape, k, v, unit, ring, table, scales))
         self._set_layers()
         self._lengths = [0] * batch
-        # Positions before it were not taken over from another store, in layers with a window.
-        self._lost = [0] * batch
+        # By sequence and group: positions before it were lost when another store, a copy or a file was read.
+        self._lost = [[0] * len(self.groups) for _ in range(batch)]
         # The end of the positions that were written, those of scratch slots included.
         self._written = [0] * batch
         self._initialised = False
@@ -282,15 +282,18 @@ class KVStore:
         """
         if not source.continues(sequence, length):
             return False
-        lost = 0
-        for group in self.groups:
+        lost = [0] * len(self.groups)
+        for number, group in enumerate(self.groups):
             for place, layer in enumerate(group.layers):
                 other, index = source.layers[layer].group, source.layers[layer].place
                 # All that passes have not overwritten: the text may be continued a little earlier, too.
                 rings = [(group, self), (other, source)]
                 kept = [own.ring - (store.scratch or 0) for own, store in rings if own.ring]
                 positions = range(max(0, length - min(kept, default=length)), length)
-                lost = max(lost, positions.start)
+                missing = next(
+                    n for g, n in zip(source.groups, source._lost[sequence], strict=True) if g is other
+                )
+                lost[number] = max(lost[number], positions.start, missing)
                 for old, new in zip(other.parts, group.parts, strict=True):
                     own, theirs = new[place, sequence], old[index, sequence]
                     own[:, group.slots_of(positions)] = theirs[:, other.slots_of(positions)]
@@ -425,7 +428,12 @@ class KVStore:
         self._lengths[sequence] = length
         self._written[sequence] = max(self._written[sequence] if start else 0, length)
         if not start:
-            self._lost[sequence] = 0
+            self._lost[sequence] = [0] * len(self.groups)
+
+    def restored(self, sequence: int, length: int) -> None:
+        """Records that a sequence was stored up to ``length`` tokens, in rings what the next one needs."""
+        self._lengths[sequence] = self._written[sequence] = length
+        self._lost[sequence] = [_last(group, length).start if group.ring else 0 for group in self.groups]
 
     def window(self, sequence: int, length: int) -> list[Tensor]:
         """Returns what the rings of a sequence with ``length`` tokens keep for the next one: copies of
@@ -441,13 +449,11 @@ class KVStore:
     def set_window(self, sequence: int, length: int, parts: Sequence[Tensor]) -> None:
         """Stores what :meth:`window` gave for ``length`` tokens, maybe of another store of these layers."""
         given = iter(parts)
-        self._lengths[sequence] = self._written[sequence] = length
+        self.restored(sequence, length)
         for group in self.groups:
             if group.ring:
-                positions = _last(group, length)
-                self._lost[sequence] = max(self._lost[sequence], positions.start)
+                slots = group.slots_of(_last(group, length))
                 for part in group.parts:
-                    slots = group.slots_of(positions)
                     part[:, sequence][:, :, slots] = next(given).to(part.device, non_blocking=True)
 
     def grown(self, counts: Sequence[int]) -> None:
@@ -470,14 +476,10 @@ class KVStore:
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
-        lost = self._lost[sequence]
-        for group in self.groups:
-            if lost and group.shape.window is not None and length - group.shape.window < lost:
+        for group, lost in zip(self.groups, self._lost[sequence], strict=True):
+            needed = max(0, length - (group.shape.window or 0))
+            if (lost and needed < lost) or (group.ring and needed < self._written[sequence] - group.ring):
                 return False
-            if group.ring:
-                assert group.shape.window is not None
-                if self._written[sequence] - group.ring > max(0, length - group.shape.window):
-                    return False
         return True
 
 

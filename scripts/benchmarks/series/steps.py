@@ -130,6 +130,12 @@ GPU = (
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--context 256 --questions 2 --new 8 --runs 1"),
     _bench("serving", "serving", 40, tiny="--text python-topics"),
+    _bench(
+        "conversation",
+        f"conversation --shapes llama-3.1-8b llama-2-7b --texts {TEXTS}",
+        20,
+        tiny="--turns 2 --context 256 --reply 4",
+    ),
     _bench("clients", "clients", 8, tiny="--clients 2 --levels 2 --context 384 --new 8 --runs 1"),
     _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
     _bench("on-chip-8b", "on_chip --part 8b", 6, tiny="--part 8b"),
@@ -186,6 +192,7 @@ CPU = (
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
     _bench("saved-sessions", "saved_sessions", 5),
+    _bench("conversation-cpu", "conversation", 15, tiny=None),
     _bench(
         "shared-prefix-cpu",
         "shared_prefix --tiny --context 256 1024 4096 --levels 1 3",
