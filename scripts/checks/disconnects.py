@@ -7,6 +7,7 @@ end nothing runs or waits, and memory and open files must be as after the first 
 """
 
 import asyncio
+import json
 import os
 import random
 import socket
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import httpx
+import aiohttp
 import uvicorn
 
 import triforce_tree
@@ -102,7 +103,7 @@ def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
     }  # fmt: skip
     report, numbers = Report(), count()
 
-    async def one(client: httpx.AsyncClient, draw: random.Random) -> str:
+    async def one(client: aiohttp.ClientSession, draw: random.Random) -> str:
         number, new = draw.randrange(len(prompts)), draw.choice(_NEW)
         body = {
             "model": _NAME, "prompt": prompts[number], "max_tokens": new, "temperature": 0,
@@ -112,31 +113,28 @@ def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
         pieces = draw.choice([10**6, 10**6, draw.randrange(4)])
         try:
             async with asyncio.timeout(patience):
-                if not body["stream"]:
-                    answer = await client.post("/v1/completions", json=body)
-                    if answer.status_code != 200:
+                async with client.post("/v1/completions", json=body) as answer:
+                    if answer.status != 200:
                         return "refused"
-                    return _judged(answer.json()["choices"][0]["text"], alone[number, new])
-                async with client.stream("POST", "/v1/completions", json=body) as answer:
-                    if answer.status_code != 200:
-                        return "refused"
-                    return await _read(answer, pieces, alone[number, new])
+                    if body["stream"]:
+                        return await _read(answer, pieces, alone[number, new])
+                    return _judged((await answer.json())["choices"][0]["text"], alone[number, new])
         except TimeoutError:
             return "left"
 
-    async def some(client: httpx.AsyncClient, draw: random.Random) -> None:
+    async def some(client: aiohttp.ClientSession, draw: random.Random) -> None:
         while (number := next(numbers)) < requests:
             report.outcomes[await one(client, draw)] += 1
             if number == requests // 10:
                 report.look()
 
     async def everyone(url: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
-        async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE, limits=limits) as client:
+        async with aiohttp.ClientSession(base_url=url, timeout=aiohttp.ClientTimeout(_PATIENCE)) as client:
             await asyncio.gather(*(some(client, random.Random(f"{seed} {n}")) for n in range(clients)))
             end = time.monotonic() + _PATIENCE
             while not report.idle and time.monotonic() < end:
-                lines = (await client.get("/metrics")).text.splitlines()
+                async with client.get("/metrics") as answer:
+                    lines = (await answer.text()).splitlines()
                 names = ("triforce_tree_running_sequences ", "triforce_tree_waiting_sequences ")
                 report.idle = all(float(line.split()[1]) == 0 for line in lines if line.startswith(names))
                 await asyncio.sleep(0.05)
@@ -149,17 +147,18 @@ def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
     return report
 
 
-async def _read(answer: httpx.Response, pieces: int, expected: str) -> str:
+async def _read(answer: aiohttp.ClientResponse, pieces: int, expected: str) -> str:
     """Reads a stream up to so many events, and judges its text if it was read to its end."""
     text = ""
-    async for line in answer.aiter_lines():
+    async for read in answer.content:
+        line = read.decode().rstrip()
         if line == "data: [DONE]":
             return _judged(text, expected)
         if line.startswith("data: "):
             if not pieces:
                 return "left"
             pieces -= 1
-            choices = httpx.Response(200, content=line[6:]).json()["choices"]
+            choices = json.loads(line[6:])["choices"]
             text += "".join(choice["text"] for choice in choices)
     return "wrong"
 
