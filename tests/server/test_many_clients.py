@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -95,14 +96,12 @@ def test_the_end_user_or_the_address_is_the_client(client: openai.OpenAI, monkey
 
 def test_a_late_text_ends_and_the_others_go_on() -> None:
     """One is late while it runs, and one while it waits; their places are free for the next."""
-    target, wire = wired("llama-gqa")
     ended: list[ServedText] = []
-    scheduler = Scheduler(plain(target), Limits(batch=1, seconds=0.5), ended.append)
-    wire.set(lambda: time.sleep(0.05))
-    first, second = text_of("a", 400), text_of("a", 4)
+    scheduler = Scheduler(plain(tiny("llama-gqa")), Limits(batch=1, seconds=3), ended.append)
+    # Its pieces take longer than the limit, and the first ones come before it.
+    first, second = replace(text_of("a", 400), emit=lambda piece: time.sleep(0.05)), text_of("a", 4)
     scheduler.submit([first, second])
     until(lambda: len(ended) == 2)
-    wire.set()
     third = text_of("a")
     scheduler.submit([third])
     until(lambda: len(ended) == 3)

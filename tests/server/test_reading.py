@@ -83,7 +83,7 @@ NOTHING: dict[str, Any] = {
     "tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"},
     "modalities": ["text"], "best_of": 1, "skip_special_tokens": True, "spaces_between_special_tokens": True,
     "add_generation_prompt": True, "continue_final_message": False, "ignore_eos": False, "min_tokens": 0,
-    "min_p": 0.0, "length_penalty": 1.0, "stop_token_ids": [], "user": "me", "metadata": {"a": "b"},
+    "min_p": 0.0, "length_penalty": 1.0, "stop_token_ids": [], "metadata": {"a": "b"},
     "store": True, "top_k": -1, "unknown": None, "max_completion_tokens": None, "guided_json": None,
     "verbosity": "medium", "use_beam_search": False,
 }  # fmt: skip

@@ -68,7 +68,8 @@ def test_what_prompts_begin_with_is_prefilled_once(kind: str, rows: int, fed: li
     again = cold.generate(PROMPTS, max_batch=rows, max_new_tokens=NEW, do_sample=False)
     assert again.sequences.tolist() == out.sequences.tolist()
     assert again.reused_tokens == [0] * len(PROMPTS)
-    assert fed == [len(prompt) - 1 for prompt in PROMPTS]
+    # Prompts that join a running batch are prefilled in chunks, in turns.
+    assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
 def test_a_drafter_that_reads_states_gets_those_it_needs(fed: list[int]) -> None:
@@ -91,4 +92,5 @@ def test_rings_and_recurrent_states_are_not_copied(family: str, fed: list[int]) 
     engine = triforce_tree.load(model, levels=1, **load_arguments(OPTIONS))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == texts(model)
-    assert fed == [len(prompt) - 1 for prompt in PROMPTS]
+    # Prompts that join a running batch are prefilled in chunks, in turns.
+    assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS)
