@@ -410,6 +410,8 @@ class DecodingLoop:
         """Gives KV slots to the sequences that have joined, and prefills chunks between two passes."""
         if self.joining or (self.program.cache.backend.reclaims and self._ended):
             self._admit()
+        if not self._prefilling and not self._stale:
+            return
         start, complete = time.perf_counter(), list[int]()
         while prompts := self._prompts:
             before = time.perf_counter()
