@@ -145,12 +145,9 @@ class StageMasks:
 
     def read(self, paths: NodePaths) -> None:
         """Begins to copy the tokens of trees to host memory."""
-        state = paths.state
         first, stop, _ = paths.nodes.indices(paths.tokens.shape[1])
-        offsets = torch.arange(1, state.max_draft_tokens + 1, device=state.device)
-        chain = state.tokens.gather(1, (state.length[:, None] + offsets).clamp_max(state.capacity - 1))
-        drafted = (paths.root - state.length)[:, None]
-        found = torch.cat([drafted, chain, paths.tokens[:, :stop], paths.parents[:, :stop]], 1)
+        chain, drafted = paths.chain()
+        found = torch.cat([drafted[:, None], chain, paths.tokens[:, :stop], paths.parents[:, :stop]], 1)
         self._first, self._count, self._chain = first, stop, chain.shape[1]
         if self._on_gpu:
             # The last copy into this buffer has ended, because ``fill`` has waited for it.

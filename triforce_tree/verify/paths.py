@@ -52,14 +52,20 @@ class NodePaths:
         """Returns the number of tokens up to and including each node, int64 ``[B, F]``."""
         return self.root[:, None] + self.depths[..., self.nodes] + 1
 
+    def chain(self) -> tuple[Tensor, Tensor]:
+        """Returns the tokens after the committed ones, int64 ``[B, max_draft_tokens]``, and how many of them
+        lie before the children of node 0, int64 ``[B]``. The tokens after these are arbitrary.
+        """
+        state = self.state
+        places = state.length[:, None] + torch.arange(1, state.max_draft_tokens + 1, device=state.device)
+        return state.tokens.gather(1, places.clamp_max(state.capacity - 1)), self.root - state.length
+
     def uncommitted(self) -> tuple[Tensor, Tensor]:
         """Returns the tokens of each path that are not committed yet, int64 ``[B, F, M]`` in any order, and
         bool ``[B, F, M]``: which entries are such tokens.
         """
-        state, (in_tree, used) = self.state, self._upwards()
-        offsets = torch.arange(1, state.max_draft_tokens + 1, device=state.device)
-        places = (state.length[:, None] + offsets).clamp_max(state.capacity - 1)
-        chain, drafted = state.tokens.gather(1, places), offsets <= (self.root - state.length)[:, None]
+        (chain, count), (in_tree, used) = self.chain(), self._upwards()
+        drafted = torch.arange(chain.shape[1], device=chain.device) < count[:, None]
         nodes = in_tree.shape[1]
         chain, drafted = (each[:, None].expand(-1, nodes, -1) for each in (chain, drafted))
         return torch.cat([chain, in_tree], 2), torch.cat([drafted, used], 2)

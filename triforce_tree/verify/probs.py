@@ -51,7 +51,6 @@ class DeviceProbs:
             return torch.full((batch,), value, dtype=dtype, device=device)
 
         self.masked, self._masks = masks is not None, masks
-
         self.kind, self._device, self._noise = kind_of(settings), device, noise
         self.greedy, self.mixed = self.kind.greedy, self.kind.mixed
         self.capturable = settings[0].in_stages
@@ -62,8 +61,6 @@ class DeviceProbs:
         self.greedy_rows = filled(0, torch.bool)
         self._greedy_indices: set[int] = set()
         self._adjust = Adjustments(self.kind, batch, vocabulary, device) if self.kind.adjusts else None
-        for index in range(batch):
-            self.begin(index, settings[0])
 
     def begin(self, index: int, settings: ProbsFromLogits, tokens: Sequence[int] = ()) -> None:
         """Sets the options of the sequence at a batch index; the kind of ``settings`` must be served.

@@ -75,11 +75,6 @@ class SamplingOptions:
     def truncates(self) -> bool:
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
-    @property
-    def reads_text(self) -> bool:
-        """Returns whether a distribution depends on the preceding tokens."""
-        return self.penalizes or self.least_tokens > 0 or any(len(words) > 1 for words, _ in self.biases)
-
 
 def split(
     processors: Sequence[LogitsProcessor], padding: Sequence[int] = ()
