@@ -219,12 +219,16 @@ class KVStore:
                 scales = first, second
             self.groups.append(KVGroup(tuple(indices), shape, k, v, unit, ring, table, scales))
         self._set_layers()
+        self._begin_empty(batch)
+        self._initialised = False
+
+    def _begin_empty(self, batch: int) -> None:
+        """Begins with sequences without tokens."""
         self._lengths = [0] * batch
         # By sequence and group: positions before it were lost when another store, a copy or a file was read.
         self._lost = [[0] * len(self.groups) for _ in range(batch)]
         # The end of the positions that were written, those of scratch slots included.
         self._written = [0] * batch
-        self._initialised = False
 
     def _set_layers(self) -> None:
         self.layers = {

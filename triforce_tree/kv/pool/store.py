@@ -102,8 +102,7 @@ class PooledStore(PagedStore):
         self.total_slots, self.depth, self.batch = self.slots, max(DEPTH, batch.bit_length()), batch
         self.slots, self.scratch = -(-spec.slots // page) * page, spec.scratch
         self._most_tokens = self.slots - spec.scratch
-        self._lengths, self._written = [0] * batch, [0] * batch
-        self._lost = [[0] * len(self.groups) for _ in range(batch)]
+        self._begin_empty(batch)
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self._set_layers()
