@@ -13,25 +13,20 @@ import gc
 import json
 import os
 import random
-import socket
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import aiohttp
-import uvicorn
 
 import triforce_tree
+from scripts.checks.served import serving
 from triforce_tree.bench.texts import pydoc_text, surrounding
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.graceful import GracefulServer
 from triforce_tree.server.scheduler import Limits
 
 _NAME, _PATIENCE = "pair", 300.0
@@ -78,23 +73,6 @@ class Report:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
         self.files.append(len(os.listdir("/proc/self/fd")))
-
-
-@contextmanager
-def _serving(engine: Engine, limits: Limits) -> Iterator[str]:
-    app = create_app(engine, Served(_NAME, limits=limits))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        server = GracefulServer(uvicorn.Config(app, log_level="error"), app.state.stop, 5)
-        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{free.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(_PATIENCE)
 
 
 def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
@@ -144,7 +122,8 @@ def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
                 report.idle = all(float(line.split()[1]) == 0 for line in lines if line.startswith(names))
                 await asyncio.sleep(0.05)
 
-    with _serving(engine, Limits(waiting=4 * clients, new_tokens=max(_NEW))) as url:
+    app = create_app(engine, Served(_NAME, limits=Limits(waiting=4 * clients, new_tokens=max(_NEW))))
+    with serving(app, patience=_PATIENCE) as (url, _):
         start = time.monotonic()
         asyncio.run(everyone(url))
         report.seconds = time.monotonic() - start

@@ -7,7 +7,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 import triforce_tree
-from tests.support.processes.served import PATIENCE, metric, serving
+from scripts.checks.served import serving
+from tests.support.processes.served import PATIENCE, metric
 from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app

@@ -4,7 +4,8 @@ import openai
 import pytest
 
 import triforce_tree
-from tests.support.processes.served import KEY, LIMITS, NAME, TEMPLATE, client_of, close_clients, serving
+from scripts.checks.served import serving
+from tests.support.processes.served import KEY, LIMITS, NAME, TEMPLATE, client_of, close_clients
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 

@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.support.processes.served import PATIENCE, serving, until
+from scripts.checks.served import serving
+from tests.support.processes.served import PATIENCE, until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "compose"
 NGINX = shutil.which("nginx")

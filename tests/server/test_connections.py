@@ -13,7 +13,8 @@ from urllib.parse import urlparse
 import openai
 import pytest
 
-from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, serving, until
+from scripts.checks.served import serving
+from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, until
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.connections import Connection

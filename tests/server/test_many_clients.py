@@ -11,10 +11,11 @@ import pytest
 
 import triforce_tree
 from scripts.checks.disconnects import run
+from scripts.checks.served import serving
 from tests.support.models.api_cases import CHUNKED, characters
 from tests.support.models.ended_early import wired
 from tests.support.models.families import greedy, prompt_of, tiny
-from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, released, serving, until
+from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, released, until
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.server.app import Served, create_app

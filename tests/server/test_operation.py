@@ -13,7 +13,8 @@ from urllib.request import urlopen
 import openai
 import pytest
 
-from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, metric, serving, until
+from scripts.checks.served import serving
+from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, metric, until
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.metrics import Metrics, Totals

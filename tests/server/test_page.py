@@ -11,7 +11,8 @@ from urllib.request import urlopen
 import pytest
 
 import triforce_tree
-from tests.support.processes.served import KEY, NAME, PATIENCE, TEMPLATE, metric, serving, until
+from scripts.checks.served import serving
+from tests.support.processes.served import KEY, NAME, PATIENCE, TEMPLATE, metric, until
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import Limits

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import triforce_tree
+from scripts.checks.served import serving
 from tests.support.models.api_cases import CHUNKED, characters
 from tests.support.models.ended_early import Fault, wired
 from tests.support.models.families import greedy, prompt_of, tiny
@@ -25,7 +26,6 @@ from tests.support.processes.served import (
     expected,
     metric,
     released,
-    serving,
     until,
 )
 from triforce_tree.config import load_arguments

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scripts.checks.served import serving
 from tests.support.processes.served import (
     KEY,
     NAME,
@@ -15,7 +16,6 @@ from tests.support.processes.served import (
     expected,
     metric,
     released,
-    serving,
     until,
 )
 from triforce_tree.engine import Engine

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import triforce_tree
+from scripts.checks.served import serving
 from tests.support.models.scripted import scripted
 from tests.support.models.tokenizer_kinds import tokenizer_of
-from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, client_of, serving
+from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, client_of
 from triforce_tree.server.app import Served, create_app
 
 PROMPT = "Once upon a"

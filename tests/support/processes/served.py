@@ -1,6 +1,5 @@
-"""A server on a port of this machine, and what its tests ask of it."""
+"""What tests ask of a server on a port of this machine."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +8,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import openai
-import uvicorn
-from starlette.applications import Starlette
 
-from triforce_tree.server.graceful import GracefulServer
 from triforce_tree.server.scheduler import Limits
 
 KEY, NAME = "sk-test", "pair"
@@ -21,23 +17,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 # Seconds that a thread may take on a busy machine.
 PATIENCE = 60
 LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
-
-
-@contextmanager
-def serving(app: Starlette, seconds: int = 5) -> Iterator[tuple[str, GracefulServer]]:
-    """Inside, the application answers at the address; running texts have so many seconds at its end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        server = GracefulServer(uvicorn.Config(app, log_level="error"), app.state.stop, seconds)
-        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
-        thread.start()
-        until(lambda: server.started)
-        try:
-            yield f"http://127.0.0.1:{free.getsockname()[1]}", server
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
 
 
 _clients: list[openai.OpenAI] = []
