@@ -32,10 +32,18 @@ ROOT = Path(__file__).parents[1]
 SAMPLED = 2
 """Parameter sets of one test that are run with ``--sample``; with three, two cores take over 15 minutes."""
 
-# Folders with packages of the extra `test` that their tests import; without these they are not collected.
-NEEDED = {"server": ("aiohttp", "openai", "prometheus_client", "starlette", "uvicorn")}
+_SERVER = ("aiohttp", "openai", "prometheus_client", "starlette", "uvicorn")
+# Folders and files with packages of the extra `test` that their tests need; without these they are not
+# collected.
+NEEDED = {
+    "server": _SERVER,
+    "gpu/test_serving.py": _SERVER,
+    "grammar": ("jsonschema", "xgrammar"),
+    "grammar/test_served.py": _SERVER,
+    "decoding/test_grammar_distributions.py": ("xgrammar",),
+}
 MISSING = {
-    folder: missing for folder, names in NEEDED.items() if (missing := [n for n in names if not find_spec(n)])
+    place: missing for place, names in NEEDED.items() if (missing := [n for n in names if not find_spec(n)])
 }
 collect_ignore = [*MISSING]
 
@@ -76,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_report_header() -> list[str]:
-    return [f"tests/{folder} is left out without {', '.join(names)}" for folder, names in MISSING.items()]
+    return [f"tests/{place} is left out without {', '.join(names)}" for place, names in MISSING.items()]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
