@@ -1,5 +1,6 @@
 """Tools, constraints and reasoning over HTTP, with OpenAI's client and agents."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import openai
 import pytest
 
 import triforce_tree
-from tests.support.processes.served import KEY, NAME, PATIENCE, client_of, metric, serving
+from scripts.checks.served import serving
+from tests.support.processes.served import KEY, NAME, PATIENCE, client_of, metric
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import Limits
@@ -451,7 +453,18 @@ def test_metrics_have_the_names_of_vllm(own: openai.OpenAI, address: str) -> Non
     assert f'vllm:e2e_request_latency_seconds_bucket{{le="+Inf",model_name="{NAME}"}}' in values
 
 
+@pytest.fixture
+def event_loop_of_this_thread() -> Iterator[None]:
+    """Closes the event loop of a library that would leave one open."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("event_loop_of_this_thread")
 def test_litellm(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it the library asks another server for prices.
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
