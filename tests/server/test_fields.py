@@ -88,7 +88,7 @@ def engine_ends(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_log_probabilities(client: openai.OpenAI, engine: Engine, stream: bool) -> None:
-    """As lm-evaluation-harness asks for them: token ids, one new token, log-probabilities of the prompt."""
+    """lm-evaluation-harness asks for token ids, one new token and log-probabilities of the prompt."""
     assert engine.tokenizer is not None
     ids = engine.tokenizer(PROMPT).input_ids
     if stream:
