@@ -3,6 +3,7 @@
 import gc
 import importlib
 import itertools
+import logging
 import os
 import random
 import shutil
@@ -63,6 +64,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not any(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# From version 9 on pytest also captures loggers that do not propagate. This one gets a thousand empty records
+# from each compilation, which are meant for a file.
+logging.getLogger("torch.__trace").addFilter(lambda record: False)
 # torch looks up the functions that a device context redirects once in a process. This must happen before a
 # test replaces one of them: otherwise ``torch.device("meta")`` would allocate whole models from then on.
 with torch.device("meta"):

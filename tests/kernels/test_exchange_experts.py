@@ -1,5 +1,7 @@
 """Experts that are copied from the host: definitions against plain sets, kernels against definitions."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,9 +38,10 @@ def test_routed_experts_that_are_missing_are_listed(ops, routed: list[list[int]]
     before = state()[0]
     wanted = {expert for token in routed for expert in token}
     missing = [e for e in range(EXPERTS) if e in wanted and before[e] != LAYER]
-    for choose in (exchange.choose_experts, ops.choose_experts):
+    spread = ids.repeat_interleave(2, -1)[..., ::2]
+    for choose, given in product((exchange.choose_experts, ops.choose_experts), (ids, spread)):
         held, moves, count, fetched = (t.to(DEVICE) for t in state())
-        choose(ids.to(DEVICE), held, moves, count, fetched, LAYER)
+        choose(given.to(DEVICE), held, moves, count, fetched, LAYER)
         assert int(count) == len(missing)
         assert int(fetched) == 100 + len(missing)
         assert moves[: len(missing)].tolist() == missing

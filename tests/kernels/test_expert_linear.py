@@ -75,6 +75,13 @@ def test_a_row_for_each_pair_strides_and_no_bias(kernel) -> None:
             assert within_error_limit(run(rows, ids.int(), stored, None, None, 16), expected)
 
 
+def test_one_expert_for_each_token_by_a_slice_of_ids(kernel) -> None:
+    x, ids, weight, bias = problem(6, 1, 4, 48, 96)
+    expected = exact(x, ids, weight, bias)
+    made = kernel.expert_linear(x, ids.repeat_interleave(2, 1)[:, ::2], weight, None, bias, 16)
+    assert within_error_limit(made, expected)
+
+
 def test_more_pairs_than_one_launch_takes(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, weight, bias = problem(21, 2, 3, 40, 64)
     monkeypatch.setattr(kernel, "MOST_PAIRS", 9)

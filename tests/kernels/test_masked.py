@@ -43,11 +43,13 @@ def test_forbidden_tokens_are_at_minus_infinity(kernels, vocab: int, dtype: torc
     assert torch.equal(logits, given)
 
 
-def test_views(kernels) -> None:
-    """Logits that nodes share are expanded, and words are a slice of a buffer."""
-    logits = torch.randn(2, 1, 50).to(DEVICE).expand(-1, 4, -1)
-    words = torch.randint(-(2**31), 2**31, (2, 9, 2), dtype=torch.int32).to(DEVICE)[:, 3:7]
-    assert torch.equal(kernels.mask_logits(logits, words), mask_logits.definition(logits, words))
+@pytest.mark.parametrize("nodes", [slice(3, 7), slice(3, 4), slice(0, 9)], ids=["some", "one", "all"])
+def test_views(kernels, nodes: slice) -> None:
+    """Logits are expanded or a slice, and words are a slice of a buffer."""
+    words = torch.randint(-(2**31), 2**31, (5, 9, 2), dtype=torch.int32).to(DEVICE)[:, nodes]
+    expanded = torch.randn(5, 1, 50).to(DEVICE).expand(-1, words.shape[1], -1)
+    for logits in (expanded, torch.randn(5, 9, 50).to(DEVICE)[:, nodes], expanded[:1].expand(5, -1, -1)):
+        assert torch.equal(kernels.mask_logits(logits, words), mask_logits.definition(logits, words))
 
 
 def test_operator(kernels) -> None:

@@ -46,6 +46,13 @@ def test_bits_do_not_depend_on_other_rows(kernels):
         assert torch.equal(together[row], kernels.softmax_rows(every_second[row : row + 1])[0])
 
 
+@pytest.mark.parametrize("nodes", [slice(1, 3), slice(1, 2)], ids=["some", "one"])
+def test_slices(kernels, nodes):
+    """Rows of a slice have a stride of their own."""
+    scores = torch.randn(3, 4, LONG).to(DEVICE)[:, nodes]
+    assert torch.equal(kernels.softmax_rows(scores), kernels.softmax_rows(scores.contiguous()))
+
+
 def test_operator(kernels):
     with pytest.raises(ValueError, match="takes float32"):
         kernels.softmax_rows(torch.zeros(1, LONG, dtype=torch.float16, device=DEVICE))

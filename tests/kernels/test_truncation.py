@@ -115,6 +115,19 @@ def test_the_kernel(kind: str, vocab: int, block: int, monkeypatch: pytest.Monke
 
 
 @runs_kernels
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("nodes", [slice(0, 2), slice(1, 2)], ids=["some", "one"])
+def test_the_kernel_takes_slices(nodes: slice) -> None:
+    triton_ops.require_triton()
+    from triforce_tree.kernels.probs import truncation_kernels
+
+    options = [each.to(DEVICE) for each in batch()]
+    scores = torch.randn(len(OPTIONS), 3, 40).to(DEVICE)[:, nodes]
+    found = truncation_kernels.truncate_scores(scores, *options)
+    assert torch.equal(found, truncation_kernels.truncate_scores(scores.contiguous(), *options))
+
+
+@runs_kernels
 def test_operator() -> None:
     triton_ops.require_triton()
     from triforce_tree.kernels.probs import truncation_kernels

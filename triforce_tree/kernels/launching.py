@@ -38,3 +38,10 @@ def wait_for_previous(PDL: tl.constexpr):
 def dense(x: Tensor) -> Tensor:
     """Returns ``x`` if its last dimension is dense, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Returns ``x`` ``[..., C]`` as ``[R, C]`` with dense columns. Its rows may have any stride: those of a
+    slice of a larger tensor are not copied where one stride leads from each to the next.
+    """
+    return dense(x.reshape(-1, x.shape[-1]))

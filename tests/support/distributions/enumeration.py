@@ -49,7 +49,10 @@ class Walk:
             return possible[0]
         at = len(self.trace)
         choice, choices = self.script[at] if at < len(self.script) else (0, len(possible))
-        assert choices == len(possible), "a computation that is repeated must meet the same choices"
+        assert choices == len(possible), (
+            f"a computation that is repeated must meet the same choices: draw {at} of {self.script} now has "
+            f"{len(possible)} possible outcomes with the weights {weights}"
+        )
         self.trace.append((choice, choices))
         self.probability *= weights[possible[choice]] / total
         return possible[choice]

@@ -55,7 +55,7 @@ def choose_experts(
     """See ``exchange.choose_experts``; all tensors but ``ids`` must be dense."""
     if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (held, moves, count)):
         raise ValueError("held, moves and count must be dense int32 tensors")
-    ids = ids.reshape(-1)
+    ids = ids.reshape(-1).contiguous()
     options = {} if knobs.runtime.interpret else {"num_warps": 4}
     _choose_kernel[(1,)](
         ids, held, moves, count, fetched, ids.numel(), held.numel(), layer,

@@ -123,7 +123,7 @@ def expert_linear(
     _check(x, ids, words, scales, bits)
     tokens, per_token = ids.shape
     out = torch.empty(tokens * per_token, words.shape[1], dtype=x.dtype, device=x.device)
-    x = dense(x)
+    x, ids = dense(x), ids.contiguous()
     together = max(1, MOST_PAIRS // per_token)
     per_row = ids.numel() // max(1, x.shape[0])
     for first in range(0, tokens, together):

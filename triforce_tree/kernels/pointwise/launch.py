@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.launching import dense, warps
+from triforce_tree.kernels.launching import dense, matrix, warps
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS
 
 # Number of heads, and of elements of a row, of one program.
@@ -182,7 +182,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
             f"{activation!r}; the two must be alike, and the activation one of {', '.join(ACTIVATIONS)}"
         )
     columns = gate.shape[-1]
-    gates, ups = (dense(x.reshape(-1, columns)) for x in (gate, up))
+    gates, ups = (matrix(x) for x in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         gated_kernel[(gates.shape[0], triton.cdiv(columns, _COLUMNS))](

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.launching import dense, warps
+from triforce_tree.kernels.launching import matrix, warps
 
 _BLOCK = 4096
 _HALF = tl.constexpr(2**31)
@@ -83,17 +83,18 @@ def _threshold(scores_ptr, vocab, most, least, goal, MASS: tl.constexpr, BLOCK: 
 @triton.jit
 def truncate_kernel(
     kept_ptr,  # fp32 [B * T, V]
-    scores_ptr,  # fp32 [B * T, V]
+    scores_ptr,  # fp32 [B * T, V], with a stride between rows
     top_k_ptr,  # int64 [B]
     top_p_ptr,  # fp64 [B]
     min_p_ptr,  # fp64 [B]
+    scores_r,
     nodes,
     vocab,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     sequence = row // nodes
-    scores_ptr += row * vocab
+    scores_ptr += row * scores_r
     kept_ptr += row * vocab
     k = tl.load(top_k_ptr + sequence)
     rest = (1.0 - tl.load(top_p_ptr + sequence)).to(tl.float32)
@@ -156,10 +157,10 @@ def truncate_scores(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     if scores.dtype != torch.float32:
         raise ValueError(f"scores are {scores.dtype}; the kernel takes float32")
     batch, nodes, vocab = scores.shape
-    rows = dense(scores).reshape(-1, vocab)
-    kept = torch.empty_like(rows)
+    rows, kept = matrix(scores), torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     truncate_kernel[(batch * nodes,)](
-        kept, rows, top_k, top_p, min_p, nodes, vocab, BLOCK=block, **warps(max(1, block // 512))
-    )
-    return kept.view_as(scores)
+        kept, rows, top_k, top_p, min_p, rows.stride(0), nodes, vocab,
+        BLOCK=block, **warps(max(1, block // 512)),
+    )  # fmt: skip
+    return kept
