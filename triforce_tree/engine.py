@@ -439,7 +439,8 @@ class Engine:
             shares = self._reuse != "none" and not self._capacity and how.max_batch != 1
             pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]
-        hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)
+        places = (how.max_batch or most) if joining is not None else None
+        hierarchy.choose_settings(self._config, self._given, lengths, coming, pool, places)
         if reading := to_probs.on_host:
             on_gpu = hierarchy.target.device.type == "cuda"
             self._notices.log(cost_of_processors(reading, request.config, len(prompts), on_gpu))
@@ -454,12 +455,14 @@ class Engine:
             order, first = pool.beginning(prompts, size)
             sequences = [request.sequences[n] for n in order]
         seed = distributed.broadcast_object(int(torch.randint(2**62, ())) if how.seed is None else how.seed)
+        least = hierarchy.settled if joining is not None else None
         loop = DecodingLoop(
-            PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
+            PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool, least),
             [*sequences[:size], *[None] * (size - len(sequences))],
             to_probs, seed, how.seed is not None,
             how.seeds is not None and (joining is not None or not all(each.greedy for each in settings)),
             how.progress, self._reuse, request.masked, how.speculation,
+            joining is not None and pool is not None and pool() is not None,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 

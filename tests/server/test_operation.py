@@ -51,7 +51,7 @@ def test_requests_are_answered_after_the_warm_up(engine: Engine) -> None:
         begins.join(PATIENCE)
         assert seen[-1] == (200, {"status": "ok"})
         [why] = refused
-        assert "preparing sampled decoding after prompts of 64 tokens; ask again" in why
+        assert "preparing sampled decoding after a prompt of 64 tokens; ask again" in why
         # Nothing of the warm-up is counted.
         assert metric(url, "new_tokens_total") == metric(url, "sequences_total") == 0
         client_of(url).completions.create(model=NAME, prompt=PROMPT, max_tokens=3)
@@ -69,7 +69,7 @@ def test_a_warm_up_that_fails_says_what_to_do(engine: Engine, monkeypatch: pytes
     with serving(app) as (url, _):
         until(lambda: app.state.problem is not None)
         assert isinstance(app.state.problem, ValueError)
-        assert "prompt of 64 tokens failed (too long a prompt); give --warm-up-tokens" in str(
+        assert "a prompt of 64 tokens failed (too long a prompt); give --warm-up-tokens" in str(
             app.state.problem
         )
         assert health(url)[0] == 503

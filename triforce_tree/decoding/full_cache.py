@@ -159,7 +159,7 @@ class FullCache:
         if self.states is not None or any(group.ring for group in self.backend.store.groups):
             self.marks = Marks(StoredSequences(self.backend.store, self.states), batch)
         if kept is not None:
-            self._take_over(kept)
+            self.take_over(kept)
 
     def worth_keeping(
         self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None
@@ -173,10 +173,12 @@ class FullCache:
             return False
         return self.backend.gives(config.kv_bits, prompts, reuse, pool)
 
-    def _take_over(self, kept: "FullCache") -> None:
-        """Takes over what an earlier cache holds."""
+    def take_over(self, kept: "FullCache") -> None:
+        """Takes over what another cache holds, see :meth:`KVBackend.take_over`."""
         self._computed_by = kept._computed_by
         if not self.backend.take_over(kept.backend):
+            for b in range(self._batch):
+                self.means.lost(b, 0)
             return
         if self.states is not None and kept.states is not None:
             self.states.take(kept.states)

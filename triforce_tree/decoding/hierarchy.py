@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.host_attention import host_attends
+from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.loading.load_guard import compare_at_load
@@ -62,6 +64,7 @@ class Hierarchy:
         config: the settings of the last request. ``tree`` and ``other_trees`` are those of the drafter.
         facts: the properties of the models that the defaults of a device depend on.
         guard: says which parts of the target were compared with transformers' own forward.
+        settled: tokens of the prompt for which the settings were chosen.
         memory: the memory plan of the last request; None if nothing may be offloaded.
         level_one: the copy of the target's weights in fewer bits for level 1.
         prefixes: keys and values of earlier texts in host memory.
@@ -92,7 +95,10 @@ class Hierarchy:
         # What the last plan was made for, and what the last program serves.
         self._planned: tuple[object, MemoryPlan] | None = None
         self.last_program: DecodingProgram | None = None
-        self._serves: object = None
+        self._serves: _Served | None = None
+        self.settled = 0
+        # Programs for other numbers of sequences in the pages of the last one, by these numbers.
+        self._beside: dict[int, DecodingProgram] = {}
         # All configurations of these models share the following: host memory holds one full cache at a time,
         # and a user's drafter is bound to the state of one program.
         self._offloaded: list[DecodingProgram] = []
@@ -167,6 +173,7 @@ class Hierarchy:
         other = copy.copy(self)
         other.use(config)
         other.memory = other._planned = other.last_program = other._serves = None
+        other._beside = {}
         # Nothing is made of the models yet; kept keys and values know by which state of the model they are.
         other._made_of = self.target.revision, self._level_0.revision
         other.level_one = LevelOneCopy(self.target)
@@ -190,10 +197,13 @@ class Hierarchy:
         lengths: Sequence[int],
         new_tokens: int,
         pool: Pool | None = None,
+        batch: int | None = None,
     ) -> None:
         """Chooses the settings and the memory plan of a request.
 
-        If memory is not limited, options that were left at their defaults get those of the device.
+        If memory is not limited, options that were left at their defaults get those of the device. For
+        prompts that others may join, the settings stay as they are while the pages of the last program serve:
+        other settings would need other buffers and graphs.
 
         Args:
             config: the settings that the user gave.
@@ -201,10 +211,15 @@ class Hierarchy:
             lengths: tokens of each prompt.
             new_tokens: the most new tokens of each sequence.
             pool: the pool that the prompts share on the device.
+            batch: the most sequences, if others may join these; None if no others may.
 
         Raises:
             DoesNotFitError, ValueError: see :meth:`plan_memory`.
         """
+        longest = max(lengths)
+        if batch is not None and self.held_by_pages(longest + new_tokens):
+            longest = max(longest, self.settled)
+        self.settled = longest
         self.use(config)
         self.memory = None
         if config.offloads:
@@ -214,7 +229,15 @@ class Hierarchy:
             self.use(self.memory.config)
         # The defaults were measured with the full cache and all weights on the device.
         if not self.offloads and self.target.streamed is None:
-            self.use(resolve(config, given, self.facts, max(lengths), len(lengths)))
+            self.use(resolve(config, given, self.facts, longest, batch or len(lengths)))
+
+    def held_by_pages(self, tokens: int) -> int:
+        """Returns the most tokens of a sequence in the pages of the last program, if batches of other numbers
+        of sequences can go on in these and ``tokens`` fit; else 0.
+        """
+        last = self.last_program
+        serves = last is not None and last.cache.backend.resizes and not last.cache.closed
+        return last.max_seq_len if last is not None and serves and tokens <= last.max_seq_len else 0
 
     @property
     def offloads(self) -> bool:
@@ -370,6 +393,7 @@ class Hierarchy:
         for program in self._offloaded:
             program.cache.close()
         self._offloaded.clear()
+        self._beside.clear()
         self.last_program = self._serves = None
         self.level_one.drop()
         if collect:
@@ -384,16 +408,20 @@ class Hierarchy:
         pinned: Callable[[int], None] | None = None,
         reuse: Reuse = "none",
         pool: PoolSize | None = None,
+        shortest: int | None = None,
     ) -> DecodingProgram:
         """Returns a program for these prompts: the last one if it serves them, else a new one.
+
+        Programs that differ in the number of prompts alone are kept if they have the same pages.
 
         Args:
             pinned: called with the bytes of host memory as they are pinned.
             reuse: which tokens of the prompts a new program takes over from the last one, if the caches of
                 both are on the device.
             pool: the pool of KV slots that the prompts share; with None each prompt has its own slots.
+            shortest: tokens by which the number of levels is chosen; by default those of the shortest prompt.
         """
-        shortest, max_seq_len = min(map(len, prompts)), max(map(len, prompts)) + new_tokens
+        shortest, max_seq_len = shortest or min(map(len, prompts)), max(map(len, prompts)) + new_tokens
         levels = self.levels(shortest, self.rounded(max_seq_len))
         split = self.memory.offload if self.memory is not None else None
         pool = pool if split is None else None
@@ -403,7 +431,7 @@ class Hierarchy:
             and self.facts.few_bits and self.level_one.choosable
         )  # fmt: skip
         # Without the bits that are chosen: the last program serves with those that it has.
-        serves = self.config, few_bits, len(prompts), levels, split
+        serves = _Served(self.config, few_bits, len(prompts), levels, split)
         kept: list[FullCache] = []
         earlier: Drafter | None = None
         if (last := self.last_program) is not None:
@@ -414,6 +442,9 @@ class Hierarchy:
                 if pool is not None:
                     last.cache.backend.share(pool)
                 return last
+            if usable and self._serves == serves._replace(batch=last.batch) and last.cache.backend.resizes:
+                return self._resized(last, serves, prompts, pool)
+            self._beside.clear()
             if split is None and last.cache.worth_keeping(self.config, prompts, reuse, pool):
                 kept.append(last.cache)
             last.cache.close()  # The new program needs its memory.
@@ -430,6 +461,34 @@ class Hierarchy:
         self._bound[:] = [weakref.ref(program)]
         if split is not None:
             self._offloaded.append(program)
+        return program
+
+    def _resized(
+        self,
+        last: DecodingProgram,
+        serves: "_Served",
+        prompts: Sequence[Sequence[int]],
+        pool: PoolSize | None,
+    ) -> DecodingProgram:
+        """Returns a program for another number of prompts, which continues in the pages of the last one."""
+        program = self._beside.pop(len(prompts), None)
+        if program is None:
+            longest = last.max_seq_len
+            program = self._new_program(prompts, longest, last.levels, False, None, pool, [last.cache])
+        else:
+            program.cache.take_over(last.cache)
+        if program.cache.backend.store.memory is last.cache.backend.store.memory:
+            # A drafter that the user gave is bound to one program at a time.
+            if self.own_drafter is None:
+                self._beside[last.batch] = last
+        else:
+            self._beside.clear()
+            last.cache.close()
+        if program.drafter is not None and last.drafter is not None:
+            program.drafter.take_over(last.drafter)
+        program.learnt = last.learnt
+        self.last_program, self._serves = program, serves
+        self._bound[:] = [weakref.ref(program)]
         return program
 
     def _new_program(
@@ -478,17 +537,30 @@ class Hierarchy:
         return program
 
 
+class _Served(NamedTuple):
+    """What a program serves: settings, whether level 1 may have fewer bits, the number of sequences, levels,
+    and how the cache is split between device and host.
+    """
+
+    config: HierarchyConfig
+    few_bits: bool
+    batch: int
+    levels: int
+    split: Offload | None
+
+
 class PlannedPrograms:
     """Makes the programs of a request, each within the memory plan at that time (``loop.Programs``).
 
     Args:
         hierarchy: the models, the plan, and the program of the last request.
-        first: the texts that the first program is made for. They determine the levels of all programs,
-            however short the texts are that join.
+        first: the texts that the first program is made for.
         max_seq_len: the most tokens of a sequence, new ones included.
         reuse: which tokens that the cache holds from earlier requests are kept.
         pinned: called with bytes of host memory as they are taken.
         pool: the pool of KV slots that the texts share; None for a single text.
+        least: tokens by which the levels of all programs are chosen, however short the texts are that join;
+            by default those of the shortest of ``first``.
     """
 
     def __init__(
@@ -499,17 +571,17 @@ class PlannedPrograms:
         reuse: Reuse = "none",
         pinned: Callable[[int], None] | None = None,
         pool: Pool | None = None,
+        least: int | None = None,
     ) -> None:
-        self._hierarchy, self._first, self._max_seq_len = hierarchy, first, max_seq_len
+        self._hierarchy, self._count, self._max_seq_len = hierarchy, len(first), max_seq_len
         self._reuse, self._pinned, self._pool = reuse, pinned, pool
-        self._least = min(map(len, first))
+        self._least = least or min(map(len, first))
 
     def make(self, texts: Sequence[Sequence[int]]) -> DecodingProgram:
         """Returns a program with a batch index for each of these texts."""
-        alike = [text if len(text) >= self._least else self._first[0] for text in texts]
-        reuse: Reuse = "all" if len(texts) > len(self._first) else self._reuse
-        left = self._max_seq_len - max(map(len, alike))
-        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._pool and self._pool())
+        reuse: Reuse = "all" if len(texts) > self._count else self._reuse
+        left, pool = self._max_seq_len - max(map(len, texts)), self._pool and self._pool()
+        program = self._hierarchy.program(texts, left, self._pinned, reuse, pool, self._least)
         self._max_seq_len = program.max_seq_len
         return program
 

@@ -109,6 +109,7 @@ class DecodingLoop:
         limit: what passes may draft at most; None for no limit.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
+        in_chunks: whether the first prompts are prefilled in chunks as well, if the backend ``replaces``.
 
     Attributes:
         sequences: the sequence at each batch index.
@@ -137,6 +138,7 @@ class DecodingLoop:
         reuse: Reuse = "none",
         masked: bool = False,
         limit: SpeculationLimit | None = None,
+        in_chunks: bool = False,
     ) -> None:
         self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
         self._by_position, self._progress, self._reuse = by_position, progress, reuse
@@ -159,8 +161,10 @@ class DecodingLoop:
         self._chooser: PassChooser | None = None
         # The last sequence at each batch index whose text was kept when it ended.
         self._kept: dict[int, Sequence] = {}
-        # Whether there is a program, whether its cache holds the sequences, and whether the batch grows.
-        self._made = self._prefilled = self._growing = False
+        # Whether there is a program, and whether its cache holds the sequences.
+        self._made = self._prefilled = False
+        # How many places the batch has from the next pass on, if this changes.
+        self._places: int | None = len(sequences) if in_chunks else None
         # Statistics of earlier programs, and of the present one.
         self._before: list[LevelStats] = []
         self._levels: list[LevelStats] = []
@@ -248,10 +252,12 @@ class DecodingLoop:
                     self.sequences[self.sequences.index(sequence)] = None
             self._update_active()
 
-    def grow(self, batch: int) -> None:
-        """Enlarges the batch to ``batch`` sequences from the next pass on, if the backend ``replaces``."""
-        self.sequences += [None] * (batch - len(self.sequences))
-        self._growing = True
+    def resize(self, places: int) -> None:
+        """Gives the batch other places from the next pass on: more if the backend ``replaces``, fewer if it
+        ``resizes`` and so many hold all sequences.
+        """
+        self.sequences += [None] * (places - len(self.sequences))
+        self._places = places
 
     def step(self, observe: Observer | None = None) -> Fresh:
         """Prefills chunks of the sequences that have joined, makes a pass of the others, and appends its
@@ -271,8 +277,8 @@ class DecodingLoop:
         self._keep_ended()
         while True:
             try:
-                if self._growing:
-                    self._grow()
+                if self._places is not None:
+                    self._resize(self._places)
                 elif not self._prefilled:
                     self._prefill()
                 self._join()
@@ -318,16 +324,17 @@ class DecodingLoop:
 
     def _make_program(self) -> None:
         """Makes a program for the batch, and its random draws."""
-        texts = self._texts()
-        program = self._programs.make(texts)
+        known = [sequence for sequence in self.sequences if sequence is not None]
+        program = self._programs.make([[0] if s is None else s.tokens for s in self.sequences])
         noise = program.use_seeds() if self._by_position else program.seeded
         program.prepare(*self._sampling(), masked=self._masks_tokens)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
         # Unknown costs are measured on made-up sequences, so this comes before the prefill.
-        new = max((sequence.left for sequence in self.sequences if sequence is not None), default=math.inf)
-        self._costs = known_costs(program, self._to_probs, max(map(len, texts)), new)
+        longest = max((len(sequence.tokens) for sequence in known), default=1)
+        new = max((sequence.left for sequence in known), default=math.inf)
+        self._costs = known_costs(program, self._to_probs, longest, new)
         count = program.batch if self._repeatable else 1
         self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
         self._clock, self._after_plain = StageClock(program.device), False
@@ -353,12 +360,26 @@ class DecodingLoop:
         self._drop_program()
         return self._programs.shrink()
 
-    def _grow(self) -> None:
-        """Continues with a program for a larger batch, which keeps the cache of the running sequences."""
-        self._growing = False
-        if self.program.cache.backend.reclaims:
+    def _resize(self, places: int) -> None:
+        """Continues with a program for another number of places, which keeps the cache of the sequences that
+        run.
+        """
+        self._places = None
+        cache = self.program.cache if self._made else None
+        if cache is not None and cache.backend.reclaims:
+            # Prompts whose prefill is not complete find their whole chunks again.
+            cache.backend.release([*self._ended, *self._prompts])
             self._remove(self._ended)
         self._drop_program()
+        order = [b for b, sequence in enumerate(self.sequences) if sequence is not None]
+        if len(order) <= places < len(self.sequences):
+            assert cache is not None
+            cache.backend.renumber(order)
+            self.sequences = [self.sequences[b] for b in order] + [None] * (places - len(order))
+            for b, sequence in enumerate(self.sequences):
+                if sequence is not None:
+                    sequence.index = b
+        cache = None  # Its memory may be needed.
         self._later, self.joining = self.joining, []
         self._reuse, reuse = "all", self._reuse
         try:
@@ -457,8 +478,8 @@ class DecodingLoop:
         self._stale.update(ended)
         for sequence in self.joining:
             assert sequence.index is not None
-            sequence.reused = program.place(sequence.index, sequence.tokens, self._progress, self._reuse)
-            self._prefilling[sequence.index] = sequence.reused
+            held = program.place(sequence.index, sequence.tokens, self._progress, self._reuse)
+            self._prefilling[sequence.index] = held
             self._resting.pop(sequence.index, None)
             self._stale.add(sequence.index)
         self.joining = []
@@ -473,12 +494,14 @@ class DecodingLoop:
         """Prefills a chunk of the prompt at batch index b; returns whether the prompt is complete now."""
         held, last = self._prefilling[b], len(sequence.tokens) - 1
         if not 0 < held == last:
-            held, found = self.program.prefill_chunk(b, sequence.tokens, held, self._progress, self._reuse)
-            sequence.reused += found
+            start = held
+            held, found = self.program.prefill_chunk(b, sequence.tokens, start, self._progress, self._reuse)
+            sequence.computed += held - start - found
         self._prefilling[b] = held
         self._stale.add(b)
         if held < last:
             return False
+        sequence.reused = max(0, last - sequence.computed)
         del self._prefilling[b]
         self._resting.pop(b, None)
         self._stale.remove(b)

@@ -40,6 +40,7 @@ from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.sampling import ProbsFromLogits, kind_of
+from triforce_tree.verify.sampling_options import SamplingKind
 from triforce_tree.verify.seeded import Seeded
 from triforce_tree.verify.verifier import Verifier
 
@@ -152,7 +153,7 @@ class DecodingProgram:
         self.drafter = drafter if levels > 1 else None
         self.seeded: Seeded | None = None
         self.masks: GrammarMasks | None = None
-        self.prepared: dict[Hashable, PreparedStages] = {}
+        self.prepared: dict[tuple[SamplingKind, bool], PreparedStages] = {}
         self.learnt: dict[Hashable, Learnt] = {}
         if target.streamed is not None and levels == 3:
             check_level_one(config.weight_bits)
@@ -239,6 +240,10 @@ class DecodingProgram:
         if self.masks is not None:
             self.masks.clear()
         key = kind_of(settings), masked
+        if key not in self.prepared and self.makes_slowly and self.batch > 1:
+            # Stages that do more take a little longer in each pass, and others would be captured for seconds.
+            covering = (other for other in self.prepared if other[1] == masked and other[0].covers(key[0]))
+            key = next(covering, key)
         found = self.prepared.pop(key, None)
         if found is None:
             if len(self.prepared) >= _MOST_PREPARED:
@@ -403,6 +408,11 @@ class DecodingProgram:
         finally:
             state.restore(saved)
             state.has_nan.copy_(had_nan)
+
+    def prepare_shapes(self) -> None:
+        """Makes and captures the stages for trees of every shape; see :meth:`prepare_shape`."""
+        for number in range(len(self.shapes)):
+            self.prepare_shape(number)
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

@@ -57,6 +57,7 @@ class Sequence:
         finish_reason: why it has ended; None while it runs.
         index: its batch index, which determines its KV slots; None before it has one.
         reused: tokens of the prompt whose keys and values the cache held before.
+        computed: tokens of the prompt that were computed for it, between passes of others.
         target: statistics of the target's passes over it.
         prefill_seconds: the seconds of its prefill, with all prompts that were prefilled at the same time.
         decode_seconds: the seconds of the passes from its first to its last one.
@@ -73,6 +74,7 @@ class Sequence:
     finish_reason: str | None = None
     index: int | None = None
     reused: int = 0
+    computed: int = 0
     target: LevelStats = field(default_factory=lambda: LevelStats("target"))
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

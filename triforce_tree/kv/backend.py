@@ -106,6 +106,7 @@ class KVBackend:
         retrieval: level 1's view; None with fewer than three levels.
         cached: which tokens of each sequence are in the cache.
         replaces: whether a sequence can be prefilled while the others go on.
+        resizes: whether a backend for more or fewer sequences can continue in the same memory.
         reclaims: whether slots of a sequence that has ended are given to others, so that a placeholder takes
             its place.
         fixed_passes: whether all passes are alike: trees of one shape, and one number of levels.
@@ -120,7 +121,7 @@ class KVBackend:
     store: KVStore
     retrieval: RetrievalView | None = None
     replaces = True
-    reclaims = fixed_passes = transfers = closed = readable = False
+    reclaims = resizes = fixed_passes = transfers = closed = readable = False
     pool_slots = 0
     unit = least_prompt = 1
 
@@ -307,12 +308,19 @@ class KVBackend:
         self.store.fed(b, length, start)
 
     def take_over(self, kept: "KVBackend") -> bool:
-        """Takes over what an earlier backend of the same target holds, which is not used any more.
+        """Takes over what another backend of the same target holds, which is not used any more, or not until
+        it takes over in turn.
 
         Returns:
             whether this backend's sequences are the earlier one's now.
         """
         return False
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Lets sequence ``order[i]`` be sequence i, and drops those that are not in ``order``, if the backend
+        ``resizes``. A backend for another number of sequences takes over next.
+        """
+        raise NotImplementedError
 
     def layer(self, layer: int, count: int) -> dict[str, Tensor]:
         """Returns the first ``count`` tokens of the only sequence in one layer, by name of ``PARTS``.

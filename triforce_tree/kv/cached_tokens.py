@@ -59,10 +59,21 @@ class CachedTokens:
         self._roots[b] = None
 
     def take(self, kept: "CachedTokens", lengths: Sequence[int]) -> None:
-        """Takes over the first sequences of another cache, with so many tokens of each."""
+        """Takes over the first sequences of another cache, with so many tokens of each; it has none then."""
         for b, length in enumerate(lengths):
             kept.keep(b, length)
-            self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
+            self.held[b], kept.held[b] = kept.held[b], []
+            alike = kept.chunk == self.chunk
+            self.whole[b], self.ends[b] = (kept.whole[b], kept.ends[b]) if alike else (0, [])
+            self._roots[b] = None
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Lets sequence ``order[i]`` be sequence i, and drops those that are not in ``order``."""
+        rest = len(self.held) - len(order)
+        self.held = [self.held[b] for b in order] + [[] for _ in range(rest)]
+        self.ends = [self.ends[b] for b in order] + [[] for _ in range(rest)]
+        self.whole = [self.whole[b] for b in order] + [0] * rest
+        self._roots = [self._roots[b] for b in order] + [None] * rest
 
     def copied(self, b: int, prompt: Sequence[int], count: int, whole: int) -> None:
         """Records that sequence b has the first ``count`` tokens of a prompt, ``whole`` in whole chunks."""

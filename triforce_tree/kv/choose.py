@@ -29,7 +29,7 @@ def make_backend(
         pinned: called with bytes of host memory as they are taken.
         pool: the pool that the sequences share; None gives each slots of its own.
         store: slots on the device to work on, with whatever they hold; by default new ones.
-        kept: an earlier backend of the same target and bits, which is not used any more.
+        kept: an earlier backend of the same target and bits, which is not used at the same time.
 
     Raises:
         ValueError: settings that the backend does not serve, or a store that does not fit.
@@ -41,5 +41,5 @@ def make_backend(
     if split is not None:
         return SplitBackend(spec, split)
     if pool is not None:
-        return PooledBackend(spec, pool)
+        return PooledBackend(spec, pool, kept)
     return DeviceBackend(spec, store, kept.store if kept is not None else None)

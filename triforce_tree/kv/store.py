@@ -150,6 +150,8 @@ class KVStore:
         scratch: most slots after the committed ones that forwards write. With it, layers with a window become
             rings where that takes less memory; None keeps every position of every layer.
         min_elements: least elements of ``memory``; the groups lie at its front.
+        beside: a store of as many slots of the same layers, whose memory this one uses as well; by default
+            new memory is allocated.
         bits: of each key's and value's elements: 16 stores them in ``dtype``, and 8 in int8 with a scale for
             each vector (``kernels/step/kv_slots.quantized``).
 
@@ -166,6 +168,7 @@ class KVStore:
     """
 
     writable: Tensor | None = None
+    _initialised: bool
 
     def __init__(
         self,
@@ -178,6 +181,7 @@ class KVStore:
         scratch: int | None = None,
         min_elements: int = 0,
         bits: int = 16,
+        beside: "KVStore | None" = None,
     ) -> None:
         self.bits = bits
         self.batch, self.page, self.scratch = batch, page, scratch
@@ -205,7 +209,10 @@ class KVStore:
             end = start + math.prod(size)
             parts.append(slice(start, end))
         stored = torch.int8 if bits == 8 else dtype
-        self.memory = torch.empty(max(min_elements, end), device=device, dtype=stored)
+        if beside is None:
+            self.memory = torch.empty(max(min_elements, end), device=device, dtype=stored)
+        else:
+            self.memory = beside.memory
         self.groups: list[KVGroup] = []
         views = iter(self.memory[part].view(size) for part, size in zip(parts, sizes, strict=True))
         for (shape, indices), ring in zip(members.items(), rings, strict=True):
@@ -214,13 +221,15 @@ class KVStore:
             unit = RING_PAGE if ring else page
             k, v = next(views), next(views)
             scales = None
-            if bits == 8:
+            if beside is not None:
+                scales = beside._memory_of[len(self.groups)].scales
+            elif bits == 8:
                 first, second = torch.empty(2, *k.shape[:-1], 1, device=device, dtype=torch.float32)
                 scales = first, second
             self.groups.append(KVGroup(tuple(indices), shape, k, v, unit, ring, table, scales))
         self._set_layers()
         self._begin_empty(batch)
-        self._initialised = False
+        self._initialised = beside is not None and beside._initialised
 
     def _begin_empty(self, batch: int) -> None:
         """Begins with sequences without tokens."""

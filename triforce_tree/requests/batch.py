@@ -12,7 +12,7 @@ from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.origins import Origins
 from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.requests.batch_pool import BatchPool
+from triforce_tree.requests.batch_pool import BatchPool, sizes_of
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
@@ -20,6 +20,8 @@ from triforce_tree.requests.scores import EmittedScores
 
 # More new tokens than any option demands at least.
 _MANY = 1 << 30
+# Passes for which fewer places would do, after which a batch is made smaller.
+_PATIENCE = 32
 
 
 class Batch:
@@ -50,6 +52,8 @@ class Batch:
         self._scores = EmittedScores(request, hierarchy.offloads) if wanted else None
         # By the identity of options that prompts may join with: the options, and whether they may.
         self._known: dict[int, tuple[Mapping[str, Any], bool]] = {}
+        # Passes in a row for which fewer places would do; and places beside which memory is short for more.
+        self._passes_with_fewer, self._full = 0, 0
 
     def decode(self) -> GenerateOutput:
         """Decodes all sequences. Returns the output of the request's own sequences."""
@@ -71,7 +75,7 @@ class Batch:
                 for sequence in stopped:
                     loop.end(sequence)
                 if self._how.joining is not None:
-                    self._grow(self._how.joining)
+                    self._resize(self._how.joining)
                 for sequence in [*stopped, *(sequence for sequence, _ in fresh)]:
                     if sequence.finish_reason is not None:
                         self._ended(sequence)
@@ -87,19 +91,27 @@ class Batch:
         )  # fmt: skip
         return out
 
-    def _grow(self, joining: Joining) -> None:
-        """Enlarges the batch to the wanted number of sequences, if it can grow and the memory suffices."""
-        program = self._loop.program
-        # This is tested first, because ``wanted`` tests every waiting prompt in each pass.
-        replaces, several = program.cache.backend.replaces, self._request.to_probs.in_stages
-        if program.device.type != "cpu" or not replaces or not several:
+    def _resize(self, joining: Joining) -> None:
+        """Gives the batch as many places as are wanted, if memory suffices; fewer ones only after a while."""
+        program, now, most = self._loop.program, len(self._loop.sequences), self._how.max_batch
+        backend, on_cpu = program.cache.backend, program.device.type == "cpu"
+        # Programs are kept that have the same pages. On a GPU others would have to capture their stages now.
+        kept = most is not None and backend.resizes and self._hierarchy.own_drafter is None
+        if not backend.replaces or not self._request.to_probs.in_stages or not (kept or on_cpu):
             return
-        now = len(self._loop.sequences)
-        if (wanted := joining.wanted(self._fits)) <= now:
-            return
-        assert self._pool is not None, "prompts that join have a pool"
-        if (size := self._pool.batch_size(wanted, program.max_seq_len, 0)) > now:
-            self._loop.grow(size)
+        size = wanted = max(joining.wanted(self._fits), len(self._loop.running))
+        if most is not None and kept:
+            size = next(each for each in sizes_of(most) if each >= min(wanted, most))
+        self._passes_with_fewer = self._passes_with_fewer + 1 if size < now else 0
+        if size > now and self._full != now:
+            assert self._pool is not None, "prompts that join have a pool"
+            size = self._pool.batch_size(wanted, program.max_seq_len, 0)
+            if size > now:
+                self._loop.resize(size)
+            else:
+                self._full = now
+        elif kept and self._passes_with_fewer >= _PATIENCE:
+            self._loop.resize(size)
 
     def _next(self) -> Sequence | None:
         """Returns the next sequence that fits, first from the request and then from the joining prompts."""

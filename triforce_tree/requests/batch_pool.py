@@ -13,6 +13,20 @@ from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.requests.joining import Joining
 from triforce_tree.trees.device_shapes import pass_limits
 
+# Sequences without a pool, each of which has slots for the longest text, whether it is there or not.
+_MOST_ALONE = 8
+
+
+def sizes_of(most: int) -> list[int]:
+    """Returns the numbers of places that a batch of up to ``most`` sequences has while it grows and shrinks.
+
+    A pass computes all places, with a sequence or without, and each number needs stages of its own.
+    """
+    sizes = [most]
+    while sizes[-1] > 2:
+        sizes.append(-(-sizes[-1] // 4))
+    return sizes[::-1]
+
 
 class BatchPool:
     """Chooses the size of a batch's KV pool from the current settings, which memory planning may change.
@@ -58,7 +72,10 @@ class BatchPool:
         if unit is None:
             return None
         longest = hierarchy.rounded(max(map(len, self._prompts)) + self._new_tokens)
-        levels = hierarchy.levels(min(map(len, self._prompts)), longest)
+        shortest = min(map(len, self._prompts))
+        if self._joins:
+            longest, shortest = max(longest, hierarchy.held_by_pages(longest)), hierarchy.settled
+        levels = hierarchy.levels(shortest, longest)
         scratch, page = pass_limits(config, levels).scratch_slots, page_of(unit, config, levels)
         # Trials of stages have sequences of any length, all of which begin with one prefix.
         trial = longest + self._sequences * (scratch + 2 * page + 1)
@@ -88,7 +105,8 @@ class BatchPool:
         return pool.slots if pool is not None else 0
 
     def batch_size(self, most: int, prompt: int, new_tokens: int) -> int:
-        """Returns how many sequences to decode together: up to ``most``, or more if further prompts may join.
+        """Returns how many places a batch of ``most`` sequences gets: as many, or fewer if memory is short.
+        If further prompts may join, it is one of :func:`sizes_of`.
 
         The pool is made smaller if more sequences fit then.
 
@@ -99,11 +117,9 @@ class BatchPool:
         if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
             # Memory was planned for as many.
             return most
-        if self._joins and self._max_batch and hierarchy.target.device.type == "cuda":
-            # An unused batch index costs little on a GPU, and cannot be added later.
-            most = self._max_batch
         last = hierarchy.last_program
-        if last is not None and last.batch == most and last.cache.fits(prompt + new_tokens, self()):
+        serves = last is not None and last.cache.fits(prompt + new_tokens, self())
+        if last is not None and last.batch == most and serves:
             return most
         freed = hierarchy.level_one.nbytes + (last.cache.backend.bytes if last is not None else 0)
 
@@ -111,7 +127,18 @@ class BatchPool:
             models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
             return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, slots, own)
 
-        return self._fitting(fitting, most)
+        if not (self._joins and self._max_batch):
+            return self._fitting(fitting, most)
+        on_cpu, pooled = hierarchy.target.device.type == "cpu", self() is not None
+        if not on_cpu and not (pooled and hierarchy.own_drafter is None):
+            # Stages for another number would have to be captured while sequences run.
+            return self._fitting(fitting, min(self._max_batch, _MOST_ALONE))
+        if last is not None and serves and last.cache.backend.resizes:
+            found = fitting(last.cache.backend.pool_slots, self._max_batch)
+        else:
+            found = self._fitting(fitting, self._max_batch if pooled else most)
+        sizes = [size for size in sizes_of(self._max_batch) if size <= found]
+        return next((size for size in sizes if size >= most), max(sizes, default=found))
 
     def _fitting(self, fits: Callable[[int, int], int], most: int) -> int:
         """Returns how many sequences to decode together, up to ``most``. Shares fewer slots if more sequences

@@ -57,9 +57,8 @@ class Joining(Protocol):
     def wanted(self, fits: Fits) -> int:
         """Returns how many sequences could be decoded together now, those of the batch included.
 
-        It is called on a CPU, where the batch can grow at no cost. On a GPU it is not called: there the batch
-        has ``max_batch`` sequences from the beginning, because its stages are captured for a number of
-        sequences.
+        The batch gets more or fewer places by it (``requests/batch_pool.sizes_of``). It is not called where
+        another number of places would need stages to be captured, or the models have no common pages.
 
         Args:
             fits: see :meth:`next`.

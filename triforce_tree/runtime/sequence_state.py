@@ -125,8 +125,10 @@ class SequenceState:
         return torch.cat([torch.stack(columns, 1), self.new_tokens], 1)
 
     def check_nan(self, numbers: Tensor) -> None:
-        """Sets ``has_nan`` if any number is NaN. The host reads ``has_nan`` once per pass."""
-        self.has_nan |= torch.isnan(numbers).any()
+        """Sets ``has_nan`` if any number ``[B, ...]`` of a sequence that runs is NaN. The host reads it once
+        per pass.
+        """
+        self.has_nan |= (torch.isnan(numbers).flatten(1).any(1) & (self.active != 0)).any()
 
     def keep_features(self, hidden: dict[int, Tensor], path: Tensor, root: Tensor) -> None:
         """Keeps the hidden states of accepted nodes for the drafter.

@@ -1,10 +1,11 @@
 """Decodes a few tokens before the server answers, so that no client waits for kernels and captured stages."""
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from triforce_tree.bench.texts import pydoc_text, surrounding
 from triforce_tree.engine import Engine
+from triforce_tree.requests.batch_pool import sizes_of
 from triforce_tree.runtime.progress_log import logged
 from triforce_tree.server.protocol import request_of
 from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
@@ -12,6 +13,12 @@ from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
 # Tokens of the short prompt, and new tokens: enough passes for each of their stages to be used.
 _SHORT, _NEW = 64, 24
 _LOOK = 0.05
+# Fields of requests. Stages for some that draw and some that do not serve every mixture of these options.
+_KINDS: dict[str, list[dict[str, object]]] = {
+    "sampled": [{"temperature": 1}],
+    "greedy": [{"temperature": 0}],
+    "mixed": [{"temperature": 0.6, "top_p": 0.9}, {"temperature": 0}],
+}
 
 
 def default_prompts(engine: Engine, batch_tokens: int) -> tuple[int, ...]:
@@ -26,10 +33,10 @@ def default_prompts(engine: Engine, batch_tokens: int) -> tuple[int, ...]:
 def warm_up(
     engine: Engine, scheduler: Scheduler, lengths: Collection[int], said: Callable[[str], None]
 ) -> None:
-    """Decodes after prompts of these lengths, in tokens, greedily and sampled.
+    """Decodes after prompts of these lengths, in tokens, by each kind of sampling that most requests have.
 
-    The longest prompt comes last, because the buffers of the last batch are kept. If the scheduler is
-    stopped, the warm-up ends.
+    The longest prompt comes last, because the buffers of the last batch are kept. On a GPU short prompts
+    follow in batches of each number of places. If the scheduler is stopped, the warm-up ends.
 
     Args:
         engine: the engine of the scheduler; it has a tokenizer.
@@ -42,36 +49,56 @@ def warm_up(
     most, positions = scheduler.limits.new_tokens, engine.target.max_positions
     longest = max(lengths) if positions is None else max(1, positions - most)
     ids = surrounding(engine.tokenizer, pydoc_text(), max(lengths), "warm-up")
-    for length in sorted({min(length, longest) for length in lengths}):
+    steps = [(1, length) for length in sorted({min(length, longest) for length in lengths})]
+    if engine.target.device.type == "cuda":
+        steps += [
+            (min(places, scheduler.limits.waiting), min(_SHORT, longest))
+            for places in sizes_of(scheduler.batch)
+        ]
+    for places, length in steps:
         new = most if positions is None else min(most, positions - length)
         # Sampled first: a program that first gets seeded sequences drops the stages that it has.
-        for temperature, how in ((1, "sampled"), (0, "greedy")):
-            step = f"preparing {how} decoding after prompts of {length:,} tokens"
+        for how, options in _KINDS.items():
+            several = f"{places} prompts" if places > 1 else "a prompt"
+            step = f"preparing {how} decoding after {several} of {length:,} tokens"
             said(step)
             with logged(step):
                 try:
-                    problem = _decoded(scheduler, ids[:length], new, temperature)
+                    asked = [options[number % len(options)] for number in range(places)]
+                    problem = _decoded(scheduler, ids[:length], new, asked)
                 except ClosedError:
                     return
             if problem is not None:
                 raise ValueError(
-                    f"the warm-up with a prompt of {length:,} tokens failed ({problem}); give "
+                    f"the warm-up with {several} of {length:,} tokens failed ({problem}); give "
                     "--warm-up-tokens smaller numbers, or 0 for no warm-up"
                 ) from problem
+            with engine.generation():
+                program = engine.last_program
+                if program is not None and program.makes_slowly:
+                    program.prepare_shapes()
 
 
-def _decoded(scheduler: Scheduler, prompt: list[int], new: int, temperature: int) -> BaseException | None:
-    """Decodes ``_NEW`` tokens with buffers for ``new``; returns the error, if there was one."""
-    fields = {"model": "", "prompt": prompt, "temperature": temperature}
-    asked = request_of(fields, chat=False)
-    ended = threading.Event()
+def _decoded(
+    scheduler: Scheduler, prompt: list[int], new: int, asked: Sequence[Mapping[str, object]]
+) -> BaseException | None:
+    """Decodes ``_NEW`` tokens of texts with these fields of a request, with buffers for ``new``; returns the
+    error, if there was one.
+    """
+    ended, texts = threading.Semaphore(0), list[ServedText]()
 
     def emit(text: str | None) -> None:
         if text is None:
-            ended.set()
+            ended.release()
 
-    sequence = ServedText(prompt, {"max_new_tokens": new, **asked.sampling()}, (), emit)
-    scheduler.submit([sequence])
-    while not ended.wait(_LOOK):
-        sequence.cancelled |= sequence.stream is not None and sequence.stream.count >= _NEW
-    return sequence.error
+    for fields in asked:
+        sampling = request_of({"model": "", "prompt": prompt, **fields}, chat=False).sampling()
+        texts.append(ServedText(prompt, {"max_new_tokens": new, **sampling}, (), emit))
+    scheduler.submit(texts)
+    for _ in texts:
+        while not ended.acquire(timeout=_LOOK):
+            # All end together, so that the batch keeps its number of places.
+            if all(text.stream is not None and text.stream.count >= _NEW for text in texts):
+                for text in texts:
+                    text.cancelled = True
+    return next((text.error for text in texts if text.error is not None), None)

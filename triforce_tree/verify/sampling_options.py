@@ -215,6 +215,18 @@ class SamplingKind:
         """Returns whether scores are changed before the temperature applies."""
         return self.biased or self.penalized or self.words != (0, 0)
 
+    def covers(self, other: "SamplingKind") -> bool:
+        """Returns whether stages of this kind serve a batch of another kind as well."""
+        return self == other or (
+            not self.greedy
+            and self.others == other.others
+            and self.mixed >= (other.greedy or other.mixed)
+            and self.truncates >= other.truncates
+            and self.biased >= other.biased
+            and self.penalized >= other.penalized
+            and all(own >= theirs for own, theirs in zip(self.words, other.words, strict=True))
+        )
+
 
 def words_of(options: SamplingOptions) -> list[tuple[tuple[int, ...], float]]:
     """Returns the biased sequences of several tokens."""

@@ -19,30 +19,49 @@ class PooledBackend(KVBackend):
     Args:
         spec: what the slots are needed for.
         size: of the pool.
+        kept: an earlier backend. If it is alike but for the number of sequences, both have the same pages,
+            and :meth:`take_over` decides which of them uses these.
 
     Attributes:
         pool: which pages hold what.
     """
 
     store: PooledStore
-    reclaims = True
+    pool: PrefixPool
+    reclaims = resizes = True
 
-    def __init__(self, spec: CacheSpec, size: PoolSize) -> None:
+    def __init__(self, spec: CacheSpec, size: PoolSize, kept: KVBackend | None = None) -> None:
         super().__init__(spec)
         page = page_of(size.unit, spec.config, spec.levels)
-        self.store, self.pool_slots = (store := PooledStore(spec, size.slots, page)), size.slots
+        beside = kept if isinstance(kept, PooledBackend) and kept._alike(spec, size, page) else None
+        if beside is not None:
+            self.pool, self.pool_slots = beside.pool, beside.pool_slots
+            self.store = store = PooledStore(spec, self.pool_slots, page, beside.store)
+        else:
+            self.pool_slots = size.slots
+            self.store = store = PooledStore(spec, self.pool_slots, page)
+            self.pool = PrefixPool(store.total_slots, size.unit, page, spec.scratch)
+            self.pool.place(self.batch)
         store.attention = spec.attention
-        self.pool = PrefixPool(store.total_slots, size.unit, page, spec.scratch)
         self.retrieval = spec.retrieval(PooledRetrievalView, store)
         self._new_tokens = [0] * self.batch
         # The first tokens of each sequence whose hidden states are kept, where a drafter reads any.
         self._leading: list[list[int]] = [[] for _ in range(self.batch)]
         # Tokens in ``cached`` of sequences whose chunks are hidden, and how many are in whole chunks.
         self._resting: dict[int, tuple[list[int], int]] = {}
-        for b in range(self.batch):
-            self.pool.admit(b, [0], 0)
-        self._follow_pool()
+        if beside is None:
+            self._follow_pool()
         self.share(size)
+
+    def _alike(self, spec: CacheSpec, size: PoolSize, page: int) -> bool:
+        """Returns whether a backend for other sequences can have the same pages."""
+        own, store = self.spec, self.store
+        return (
+            own.target is spec.target
+            and (own.slots, own.scratch, store.bits) == (spec.slots, spec.scratch, spec.config.kv_bits)
+            and (store.page, self.pool.unit) == (page, size.unit)
+            and size.least <= store.total_slots
+        )
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
         """See :class:`KVBackend`."""
@@ -124,10 +143,10 @@ class PooledBackend(KVBackend):
         return used
 
     def rest(self, b: int, held: int) -> int:
-        """See :class:`KVBackend`: a pass reads all chunks of a sequence, so the sequence has none until they
-        are written, and passes write to its own slots.
+        """See :class:`KVBackend`: a pass reads all chunks of a sequence, so the sequence has none until all
+        their tokens are known to be there, and passes write to its own slots.
         """
-        if self.pool.held(b) >= sum(len(block.tokens) for block in self.pool.path(b)):
+        if held >= sum(len(block.tokens) for block in self.pool.path(b)):
             return held
         self._resting[b] = self.cached.held[b], self.cached.whole[b]
         self.cached.held[b] = []
@@ -184,19 +203,43 @@ class PooledBackend(KVBackend):
 
     def take_over(self, kept: KVBackend) -> bool:
         """See :class:`KVBackend`: all chunks that fit, and the sequences of a pool where they fit as well."""
-        if isinstance(kept, PooledBackend):
+        if isinstance(kept, PooledBackend) and kept.pool is self.pool:
+            held = kept.cached.held[: self.batch]
+            lengths = [*map(len, held), *[0] * (self.batch - len(held))]
+            self.pool.release(range(self.batch, kept.batch))
+            try:
+                self.pool.place(self.batch)
+            except PoolFullError:
+                self.pool.release(range(self.batch))
+                self.pool.place(self.batch)
+                lengths = [0] * self.batch
+            self._resting.clear()
+            self._leading = [[] for _ in range(self.batch)]
+            self._continue(kept, lengths)
+        elif isinstance(kept, PooledBackend):
             alike = (kept.store.page, kept.spec.scratch) == (self.store.page, self.spec.scratch)
             there, here, going_on = self.pool.take(kept.pool, self.batch, alike)
             self.store.copy_pages(kept.store, there, here)
             held = kept.cached.held[: self.batch]
-            lengths = [len(tokens) if b in going_on else 0 for b, tokens in enumerate(held)]
-            self.cached.take(kept.cached, lengths)
-            for b, length in enumerate(lengths):
-                self.store.fed(b, length)
+            self._continue(kept, [len(tokens) if b in going_on else 0 for b, tokens in enumerate(held)])
         elif kept.chunk == self.chunk:
             self._take_sequences(kept)
         self._follow_pool()
         return False
+
+    def _continue(self, kept: "PooledBackend", lengths: Sequence[int]) -> None:
+        """Records that sequences have so many tokens of those with the same numbers in another backend."""
+        self.cached.take(kept.cached, lengths[: kept.batch])
+        for b, length in enumerate(lengths):
+            self.cached.keep(b, length)
+            self.store.fed(b, length)
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """See :class:`KVBackend`."""
+        for b in self._resting:
+            self.cached.keep(b, 0)
+        self.pool.renumber(order)
+        self.cached.renumber(order)
 
     def _take_sequences(self, kept: KVBackend) -> None:
         """Copies whole chunks of sequences with their own slots into the pool while slots are free."""

@@ -273,10 +273,28 @@ class PrefixPool:
             self._paths[sequence] = [made[block] for block in other.path(sequence)]
             self._own[sequence] = self._pages.take(len(other.own(sequence)), last=True)
             source, target = source + other.own(sequence), target + self.own(sequence)
+        self.place(sequences)
+        return source, target, going_on
+
+    def place(self, sequences: int) -> None:
+        """Gives slots to the sequences among the first ones that have none."""
         for sequence in range(sequences):
             if sequence not in self._own:
                 self.admit(sequence, [0], 0)
-        return source, target, going_on
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Lets sequence ``order[i]`` be sequence i, and releases those that are not in ``order``."""
+        self.release([sequence for sequence in self._own if sequence not in order])
+        with self._changing():
+            for path in self._paths.values():
+                for block in path:
+                    block.users.clear()
+            numbers = [(number, sequence) for number, sequence in enumerate(order) if sequence in self._own]
+            self._own = {number: self._own[sequence] for number, sequence in numbers}
+            self._paths = {number: self._paths[sequence] for number, sequence in numbers}
+            for number, path in self._paths.items():
+                for block in path:
+                    block.users.add(number)
 
     @property
     def taken(self) -> int:

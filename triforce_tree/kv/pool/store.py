@@ -28,12 +28,14 @@ class PagedStore(KVStore):
         target: the model.
         slots: of each KV head, for all texts, rounded up to whole pages.
         page: slots of a page.
-        bits: as for :class:`KVStore`.
+        bits, beside: as for :class:`KVStore`.
     """
 
-    def __init__(self, target: HFModel, slots: int, page: int, bits: int = 16) -> None:
+    def __init__(
+        self, target: HFModel, slots: int, page: int, bits: int = 16, beside: KVStore | None = None
+    ) -> None:
         full = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
-        super().__init__(full, 1, slots, target.device, target.dtype, page, bits=bits)
+        super().__init__(full, 1, slots, target.device, target.dtype, page, bits=bits, beside=beside)
 
     def append_at(
         self, layer: int, written: slice | Tensor, seen: slice | Tensor, k: Tensor, v: Tensor
@@ -81,6 +83,7 @@ class PooledStore(PagedStore):
         spec: what the slots are needed for; no layer has a window that hides anything.
         slots: of each KV head, for all prefixes and sequences.
         page: slots of a page, a multiple of the chunks of a retrieval.
+        beside: a store for another number of sequences, whose pages this one has as well.
 
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
@@ -96,9 +99,9 @@ class PooledStore(PagedStore):
 
     writable: Tensor
 
-    def __init__(self, spec: CacheSpec, slots: int, page: int) -> None:
+    def __init__(self, spec: CacheSpec, slots: int, page: int, beside: "PooledStore | None" = None) -> None:
         batch, device = spec.batch, spec.target.device
-        super().__init__(spec.target, slots, page, spec.config.kv_bits)
+        super().__init__(spec.target, slots, page, spec.config.kv_bits, beside)
         self.total_slots, self.depth, self.batch = self.slots, max(DEPTH, batch.bit_length()), batch
         self.slots, self.scratch = -(-spec.slots // page) * page, spec.scratch
         self._most_tokens = self.slots - spec.scratch
