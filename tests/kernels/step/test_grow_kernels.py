@@ -1,5 +1,9 @@
 """Tree growth: definitions against naive code and statistics, kernels against definitions."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from triforce_tree.kernels import step
 from triforce_tree.kernels.step.draws import largest
 
 HALF, SINGLE = torch.float16, torch.float32
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -46,6 +51,28 @@ def test_expand_nodes(shape, exponential, ties, block, walked, ops, monkeypatch)
     for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
         problem = grow_cases.expansion(*shape, dtype, exponential, DEVICE, temperature, ties)
         step_cases.agree(problem, ops)
+
+
+def test_a_temperature_is_not_fused_with_a_difference() -> None:
+    """A fused product is not rounded, and the largest one is: their difference is 4e22 at -1e30 / 0.6."""
+    script = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triforce_tree.kernels.step.grow_kernels import _sum_kernel as kernel
+
+kinds = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+kinds |= {"ended_ptr": "*i32", "BLOCK": "constexpr"}
+source = ASTSource(kernel, kinds, {(kernel.arg_names.index("BLOCK"),): 4096})
+code = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+assert "ex2.approx" in code and "fma.rn.f32" not in code
+"""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
 
 
 @runs_kernels

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels.step_cases import Problem
+from triforce_tree.drafters.token_map import ABSENT
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.kernels.step.draws import NoiseDraws, draw_tokens
 
@@ -44,7 +45,9 @@ def expansion(
     ties: bool = False,
     seed: int = 0,
 ) -> Problem:
-    """Returns peaked logits, some -inf; some nodes have one possible token, equal logits or NaN."""
+    """Returns peaked logits, some -inf; some nodes have one possible token, equal logits or NaN, or lack most
+    tokens.
+    """
     torch.manual_seed(seed)
     scores = torch.randn(batch, frontier, vocab, device=device) * 4
     scores = scores.round() if ties else scores
@@ -59,6 +62,8 @@ def expansion(
             rows[row] = 0.5
         elif row % 5 == 4:
             rows[row, 0] = torch.nan
+        elif row % 5 == 1:
+            rows[row, 1 + vocab // 3 :] = ABSENT
     logits = torch.full((batch, frontier + 1, vocab + 5), torch.nan, dtype=dtype, device=device)
     logits = logits[:, 1:, :vocab].copy_(scores)
     probs = torch.full((batch, frontier + 2, vocab), torch.nan, device=device)[:, 1:-1]

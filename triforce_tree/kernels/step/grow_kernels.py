@@ -25,7 +25,7 @@ _WARP = 512
 _WALKED, _SLICES = 16384, 32
 # Most keys that a program merges; with more draws, one program reads the whole vocabulary.
 _MERGED = 8192
-# Lower than the scores of tokens; -inf would give NaN in blocks without tokens.
+# Lower than the logits of tokens; -inf would give NaN in blocks without tokens.
 _FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
@@ -56,12 +56,20 @@ def _inverse(temperature_ptr, sequence):
 
 
 @triton.jit
-def _scores(logits_ptr, inverse_temperature, start, vocab, BLOCK: tl.constexpr):
+def _logits(logits_ptr, start, vocab, BLOCK: tl.constexpr):
     token = start + tl.arange(0, BLOCK)
-    return (
-        tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        * inverse_temperature
-    )
+    return tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _weight(logit, top, inverse_temperature):
+    """Returns exp((logit - top) / temperature).
+
+    The difference comes first. The compiler fuses a product and a difference into one instruction that does
+    not round the product, and a rounded product with the top differs from it: by 4e22 for a logit of -1e30,
+    which a token has that the draft lacks.
+    """
+    return tl.exp((logit - top) * inverse_temperature)
 
 
 @triton.jit
@@ -96,12 +104,12 @@ def _expand_kernel(
     top = tl.full([BLOCK], _FLOOR, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
-        score = _scores(logits_ptr, inverse_temperature, start, vocab, BLOCK)
-        higher = tl.maximum(top, score)
-        mass = mass * tl.exp(top - higher) + tl.exp(score - higher)
+        logit = _logits(logits_ptr, start, vocab, BLOCK)
+        higher = tl.maximum(top, logit)
+        mass = mass * _weight(top, higher, inverse_temperature) + _weight(logit, higher, inverse_temperature)
         top = higher
     most = tl.max(top, 0)
-    share = 1.0 / tl.sum(mass * tl.exp(top - most), 0)
+    share = 1.0 / tl.sum(mass * _weight(top, most, inverse_temperature), 0)
 
     # ``keys`` holds the largest keys so far, unordered. Empty entries are negative; entries from K on never
     # change.
@@ -112,7 +120,7 @@ def _expand_kernel(
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
         drawing = inside & (token * 0 + part == 0)
-        prob = tl.exp(_scores(logits_ptr, inverse_temperature, start, vocab, BLOCK) - most) * share
+        prob = _weight(_logits(logits_ptr, start, vocab, BLOCK), most, inverse_temperature) * share
         tl.store(probs_ptr + token, prob, mask=drawing)
         if noise_ptr is not None:
             at = noise_ptr + sequence * noise_b + node * noise_f + token
@@ -169,8 +177,8 @@ def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexp
 
 @triton.jit
 def _sum_kernel(
-    top_ptr,  # fp32 [R, S], largest score of a slice
-    mass_ptr,  # fp32 [R, S], sum of exp(score - largest)
+    top_ptr,  # fp32 [R, S], largest logit of a slice
+    mass_ptr,  # fp32 [R, S], sum of exp((logit - largest) / temperature)
     ended_ptr,  # int32 [R, 2], programs of the next launch that have ended
     logits_ptr,  # [B, F, V] with strides
     temperature_ptr,  # fp32 [B], or None
@@ -182,11 +190,11 @@ def _sum_kernel(
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row // frontier * logits_b + row % frontier * logits_f
-    score = _scores(logits_ptr, _inverse(temperature_ptr, row // frontier), part * BLOCK, vocab, BLOCK)
-    top = tl.maximum(tl.max(score, 0), _FLOOR)
+    logit = _logits(logits_ptr, part * BLOCK, vocab, BLOCK)
+    top = tl.maximum(tl.max(logit, 0), _FLOOR)
     out = row * tl.num_programs(1) + part
     tl.store(top_ptr + out, top)
-    tl.store(mass_ptr + out, tl.sum(tl.exp(score - top), 0))
+    tl.store(mass_ptr + out, tl.sum(_weight(logit, top, _inverse(temperature_ptr, row // frontier)), 0))
     if part == 0:
         tl.store(ended_ptr + row * 2, 0)
         tl.store(ended_ptr + row * 2 + 1, 0)
@@ -225,13 +233,14 @@ def _slice_kernel(
     inside = token < vocab
     drawing = inside & (token * 0 + part == 0)
     logits_ptr += sequence * logits_b + node * logits_f
-    score = _scores(logits_ptr, _inverse(temperature_ptr, sequence), own * BLOCK, vocab, BLOCK)
+    inverse_temperature = _inverse(temperature_ptr, sequence)
 
     each = tl.arange(0, BLOCK_S)
     top = tl.load(top_ptr + row * slices + each, mask=each < slices, other=_FLOOR)
     mass = tl.load(mass_ptr + row * slices + each, mask=each < slices, other=0.0)
     most = tl.max(top, 0)
-    prob = tl.exp(score - most) * (1.0 / tl.sum(mass * tl.exp(top - most), 0))
+    share = 1.0 / tl.sum(mass * _weight(top, most, inverse_temperature), 0)
+    prob = _weight(_logits(logits_ptr, own * BLOCK, vocab, BLOCK), most, inverse_temperature) * share
     tl.store(probs_ptr + sequence * probs_b + node * probs_f + token, prob, mask=drawing)
     if noise_ptr is not None:
         at = noise_ptr + sequence * noise_b + node * noise_f + token
