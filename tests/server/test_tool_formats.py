@@ -14,7 +14,6 @@ from triforce_tree.engine import Engine
 from triforce_tree.grammar import EBNF
 from triforce_tree.grammar.matching import Grammars, Matcher, words_of
 from triforce_tree.server.grammars import GrammarTexts
-from triforce_tree.server.tools.calls import Call
 from triforce_tree.server.tools.formats import FORMATS, NO_CALLS, Parsing, format_name
 from triforce_tree.server.tools.message import Message
 from triforce_tree.server.tools.spans import Reasoning
@@ -174,19 +173,15 @@ READ: list[tuple[str, str, str, str, list[tuple[str, dict[str, Any]]]]] = [
 MALFORMED = [
     ("hermes", " x \n<tool_call>\n{'name': 1}\n</tool_call> y "),
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Bo'),
     ("hermes", "<tool_call>" * 3),
     ("hermes", '<tool_call>{"a": "' + "</tool_call>" * 30 + "<tool_"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=>\n</function></tool_call>"),
     ("qwen3_coder", "<tool_call><function=f>text<parameter=a>1</parameter></function></tool_call>"),
     ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
-    ("llama3_json", '{"name": "weather", "parameters": {}} and more'),
     ("pythonic", "[" * 500 + "]" * 500),
     ("pythonic", "[weather(city='Bo"),
     ("mistral", "a [TOOL_CALLS] b"),
-    ("mistral", '[TOOL_CALLS]weather[ARGS]{"a": 1} b'),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>a<｜tool▁calls▁end｜>"),
     ("harmony", "<|channel|>commentary to=functions.weather<|message|>[1]<|call|>"),
     ("harmony", "<|channel|>" + "x" * 2000),
@@ -198,20 +193,19 @@ def parsed(name: str, text: str, cuts: list[int], reasoning: Reasoning | None = 
     message = Message(Parsing(name, TOOLS, reasoning))
     ends = [0, *sorted(cuts), len(text)]
     content = thoughts = ""
-    calls = []
-    for start, end in itertools.pairwise(ends):
-        for delta in message.put(text[start:end]):
+    calls: list[tuple[str, str]] = []
+    for deltas in (*(message.put(text[a:b]) for a, b in itertools.pairwise(ends)), message.end()):
+        for delta in deltas:
             content, thoughts = content + delta.content, thoughts + delta.reasoning
-            calls += [delta.call] if delta.call else []
-    for delta in message.end():
-        content, thoughts = content + delta.content, thoughts + delta.reasoning
-        calls += [delta.call] if delta.call else []
-    assert (content, thoughts, calls) == (message.content, message.reasoning, message.calls)
+            if delta.call is not None:
+                before = ("", "") if delta.begins else calls.pop()
+                calls.append((delta.call.name, before[1] + delta.arguments))
+    assert (content, thoughts, calls) == all_of(message)
     return message
 
 
-def all_of(message: Message) -> tuple[str, str, list[Call]]:
-    return message.content, message.reasoning, [each.call for each in message.calls]
+def all_of(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
+    return message.content, message.reasoning, [(each.name, each.arguments) for each in message.calls]
 
 
 @pytest.mark.parametrize("name, text, content, reasoning, calls", READ)
@@ -220,8 +214,86 @@ def test_texts_are_read(
 ) -> None:
     message = parsed(name, text, [])
     assert (message.content, message.reasoning) == (content, reasoning)
-    assert [(each.call.name, json.loads(each.call.arguments)) for each in message.calls] == calls
+    assert [(each.name, json.loads(each.arguments)) for each in message.calls] == calls
     assert [each.number for each in message.calls] == list(range(len(calls)))
+
+
+# Calls whose arguments have begun and do not end, or are followed by text: the content, and the arguments.
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Bo', "", '{"city": "Bo'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>b', "b", '{"a": NaN}'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": [1}</tool_call> b', " b", '{"a": [1}'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {}} b', " b", "{}"),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>\nBo</par", "", '{"city": "Bo</par'),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>3", "", '{"days": '),
+    (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Bo</arg_value",
+        "",
+        '{"city": "Bo</arg_value',
+    ),
+    ("llama3_json", '{"name": "weather", "parameters": {}} and more', " and more", "{}"),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"a": 1} b', " b", '{"a": 1}'),
+    ("deepseek_v31", f'{BEGIN}weather{SEP}{{"city": "Bo', "", '{"city": "Bo'),
+    ("harmony", '<|channel|>commentary to=functions.weather<|message|>{"city": "B', "", '{"city": "B'),
+]
+
+
+@pytest.mark.parametrize("name, text, content, arguments", BROKEN)
+def test_calls_that_have_begun_stay_calls(name: str, text: str, content: str, arguments: str) -> None:
+    for cuts in ([], range(len(text))):
+        message = parsed(name, text, list(cuts), None)
+        assert all_of(message) == (content, "", [(W, arguments)])
+
+
+# The beginning of a call, its arguments as the model writes them, and its end.
+WRITTEN = {
+    "hermes": ('<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>"),
+    "llama3_json": ('{"name": "weather", "parameters": ', "}"),
+    "mistral": ("[TOOL_CALLS]weather[ARGS]", ""),
+    "mistral_json": ('[TOOL_CALLS][{"name": "weather", "arguments": ', "}]"),
+    "deepseek_v3": (f"{BEGIN}function{SEP}weather\n```json\n", f"\n```{END}<｜tool▁calls▁end｜>"),
+    "deepseek_v31": (f"{BEGIN}weather{SEP}", f"{END}<｜tool▁calls▁end｜>"),
+    "harmony": ("<|channel|>commentary to=functions.weather<|message|>", "<|call|>"),
+    "qwen3_coder": ("<tool_call>\n<function=weather>\n", "</function>\n</tool_call>"),
+    "glm": ("<tool_call>weather\n", "</tool_call>"),
+}
+
+
+def written(name: str, arguments: dict[str, Any]) -> str:
+    """Returns arguments as the model writes them."""
+    if name not in ("qwen3_coder", "glm"):
+        return json.dumps(arguments, ensure_ascii=False)
+    form = "<parameter={}>\n{}\n</parameter>\n"
+    if name == "glm":
+        form = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    return "".join(form.format(key, text) for key, text in texts.items())
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_are_read_while_they_are_written(name: str) -> None:
+    """Texts are read but for what may be a marker, whatever they contain."""
+    generator, (begin, end) = random.Random(name), WRITTEN[name]
+    bits = [
+        "Bonn", '"', "\\", "\n", "é😀", "{", "}}", "]", "<", "</par", "</parameter>", "<b>", "`",
+        "</arg_value>", "x" * 50,
+    ]  # fmt: skip
+    for _ in range(60):
+        city = "".join(generator.choices(bits, k=generator.randrange(9)))
+        city = "Bonn" if city.startswith("<") and name == "qwen3_coder" else city
+        arguments = {"city": city, "days": generator.randrange(-9, 99)}
+        text = begin + written(name, arguments) + end
+        for cuts in ([], range(len(text)), sorted(generator.choices(range(len(text)), k=5))):
+            [(tool, found)] = all_of(parsed(name, text, list(cuts)))[2]
+            assert (tool, json.loads(found)) == (W, arguments), text
+    message = Message(Parsing(name, TOOLS, None))
+    text = begin + written(name, {"city": "B" * 40, "days": 3}) + end
+    for place in range(len(text)):
+        message.put(text[place])
+        if message.calls:
+            seen = text[: place + 1].count("B")
+            assert seen - message.calls[0].arguments.count("B") <= 1
 
 
 @pytest.mark.parametrize("name, text", MALFORMED, ids=lambda value: value[:30])
@@ -335,7 +407,7 @@ def test_grammars_of_calls_allow_what_is_read(
         assert not message.content
         assert not before or message.reasoning == "a"
         for call in message.calls:
-            jsonschema.validate(json.loads(call.call.arguments), TOOLS[call.call.name])
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
     assert ended
 
 

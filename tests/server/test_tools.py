@@ -121,15 +121,44 @@ def test_streamed_calls_are_those_of_whole_replies(own: openai.OpenAI) -> None:
     for choice in whole.choices:
         own_chunks = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
         calls = [call for each in own_chunks for call in each.delta.tool_calls or []]
-        assert [call.index for call in calls] == list(range(len(calls)))
-        assert [call.function.arguments for call in calls] == [
+        begun = [call for call in calls if call.id]
+        assert [call.index for call in begun] == list(range(len(begun)))
+        assert len(calls) > len(begun), "the arguments come in pieces"
+        assert ["".join(c.function.arguments for c in calls if c.index == each.index) for each in begun] == [
             call.function.arguments for call in choice.message.tool_calls
         ]
         assert own_chunks[-1].finish_reason == choice.finish_reason
         assert not any(each.delta.content for each in own_chunks)
 
 
-def test_calls_that_the_limit_cuts_are_text(own: openai.OpenAI) -> None:
+def test_openais_client_joins_the_pieces_of_a_call(own: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"messages": USER, "tools": [WEATHER, TIME], "tool_choice": NAMED}
+    given |= {"model": NAME, "max_tokens": 400, "seed": 3, "extra_body": UNTHINKING}
+    whole = own.chat.completions.create(**given).choices[0].message.tool_calls
+    with own.chat.completions.stream(**given) as stream:
+        pieces = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        joined = stream.get_final_completion().choices[0].message.tool_calls
+    assert len(pieces) > len(joined)
+    assert [(call.function.name, call.function.arguments) for call in joined] == [
+        (call.function.name, call.function.arguments) for call in whole
+    ]
+
+
+def test_calls_that_the_limit_cuts_are_cut(own: openai.OpenAI) -> None:
+    """The limit lies within the arguments; those of a whole call begin with them."""
+    given: dict[str, Any] = {"tools": [WEATHER], "tool_choice": NAMED, "temperature": 0}
+    [whole] = chat(own, **given).choices[0].message.tool_calls
+    for limit in range(8, 60):
+        choice = chat(own, **given, max_tokens=limit).choices[0]
+        if choice.message.tool_calls:
+            break
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    assert whole.function.arguments.startswith(call.function.arguments)
+    assert len(call.function.arguments) < len(whole.function.arguments)
+
+
+def test_calls_that_the_limit_cuts_before_their_arguments_are_text(own: openai.OpenAI) -> None:
     [choice] = chat(own, tools=[WEATHER], tool_choice="required", max_tokens=8).choices
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls is None

@@ -11,7 +11,7 @@ from triforce_tree.server.reading import Read
 from triforce_tree.server.refusals import error
 from triforce_tree.server.scheduler import ServedText
 from triforce_tree.server.text_stream import LevelText, ScoredToken, TokenLogprobs
-from triforce_tree.server.tools.message import Delta, Message, NamedCall
+from triforce_tree.server.tools.message import Delta, Message, ToolCall
 
 
 class Piece(NamedTuple):
@@ -165,13 +165,16 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    if delta.call is not None:
-        return {"tool_calls": [{"index": delta.call.number, **_call(delta.call)}]}
+    if (call := delta.call) is not None:
+        shown = _call(call) if delta.begins else {"function": {}}
+        shown["function"]["arguments"] = delta.arguments
+        return {"tool_calls": [{"index": call.number, **shown}]}
     return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
 
 
-def _call(call: NamedCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": call.call._asdict()}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _reason(why: str, message: Message) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from triforce_tree.server.reading import Read
 from triforce_tree.server.replies import Piece, messages, reason, usage
 from triforce_tree.server.scheduler import ServedText
-from triforce_tree.server.tools.message import Delta, NamedCall
+from triforce_tree.server.tools.message import Delta, ToolCall
 
 # Values of fields that a request leaves out.
 _DEFAULTS: dict[str, Any] = {
@@ -98,8 +98,7 @@ class ResponseReply:
         """Yields the events of what is added to the message."""
         for delta in deltas:
             if delta.call is not None:
-                yield from self._closed()
-                yield from self._called(delta.call)
+                yield from self._called(delta, delta.call)
                 continue
             kind = "reasoning" if delta.reasoning else "message"
             if self._open is None or self._open["type"] != kind:
@@ -121,29 +120,40 @@ class ResponseReply:
         """Yields the events of the end of the item that is being written, if there is one."""
         if self._open is None:
             return
-        item, [part] = self._open, self._open["content"]
+        item = self._open
+        if item["type"] == "function_call":
+            named = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_call("response.function_call_arguments.done", **named)
+            yield from self._completed(item)
+            return
+        [part] = item["content"]
         name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
         yield self._in_part(f"response.{name}.done", text=part["text"])
         yield self._in_part("response.content_part.done", part=part)
+        yield from self._completed(item)
+
+    def _completed(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield self._of_item("response.output_item.done", item)
         self._output.append(item)
         self._open = None
 
-    def _called(self, call: NamedCall) -> Iterator[dict[str, Any]]:
-        item = _call(call)
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        arguments = item["arguments"]
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield self._of_item("response.output_item.added", begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event(
-            "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
-        )
-        yield self._of_item("response.output_item.done", item)
-        self._output.append(item)
+    def _called(self, delta: Delta, call: ToolCall) -> Iterator[dict[str, Any]]:
+        """Yields the events of a call that begins or goes on."""
+        if delta.begins:
+            yield from self._closed()
+            self._open = {**_call(call), "arguments": ""}
+            yield self._of_item("response.output_item.added", {**self._open, "status": "in_progress"})
+        assert self._open is not None
+        self._open["arguments"] += delta.arguments
+        if delta.arguments:
+            yield self._of_call("response.function_call_arguments.delta", delta=delta.arguments)
 
     def _of_item(self, kind: str, item: dict[str, Any]) -> dict[str, Any]:
         return self._event(kind, output_index=len(self._output), item=item)
+
+    def _of_call(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open["id"], output_index=len(self._output), **fields)
 
     def _in_part(self, kind: str, **fields: Any) -> dict[str, Any]:
         assert self._open is not None
@@ -169,8 +179,8 @@ def _text(text: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _call(call: NamedCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     return {
-        "type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.call.name,
-        "arguments": call.call.arguments, "status": "completed",
+        "type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name,
+        "arguments": call.arguments, "status": "completed",
     }  # fmt: skip

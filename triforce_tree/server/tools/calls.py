@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 Schema = Mapping[str, Any]
 # The JSON schemas of the arguments of the tools that a request offers, by name.
@@ -24,47 +24,6 @@ class MalformedCallError(ValueError):
 
 class UnfinishedCallError(MalformedCallError):
     """A closing marker was found within a string, so the call may go on after it."""
-
-
-class ToolFormat(Protocol):
-    """How a family of models writes tool calls.
-
-    Attributes:
-        opening: strings that begin calls.
-        closing: the string that ends what ``opening`` has begun; empty for the end of the text.
-        at_start: whether calls are found only at the beginning of a text. Such calls need the name of a tool
-            that was offered, as other texts may begin like them.
-        markers: names of special tokens that the text must show.
-        id_length: number of characters of an identifier of a call, letters and digits; None for OpenAI's.
-    """
-
-    @property
-    def opening(self) -> tuple[str, ...]: ...
-
-    @property
-    def closing(self) -> str: ...
-
-    @property
-    def at_start(self) -> bool: ...
-
-    @property
-    def markers(self) -> tuple[str, ...]: ...
-
-    @property
-    def id_length(self) -> int | None: ...
-
-    def fits(self, template: str) -> bool:
-        """Returns whether a chat template teaches this format."""
-
-    def calls(self, text: str, tools: Tools) -> list[Call]:
-        """Returns the calls of a text from ``opening`` to ``closing``, which may be missing at its end.
-
-        Raises:
-            MalformedCallError: the text is no call in this format.
-        """
-
-    def shape(self, tools: Tools, several: bool) -> Shape:
-        """Returns the structure of a text that consists of one call, or of one or several."""
 
 
 def arguments_of(value: Any) -> str:
@@ -121,12 +80,17 @@ def only(text: str) -> Any:
     return value
 
 
-def typed(text: str, schema: Any) -> Any:
-    """Returns the value of an argument that a model wrote without quotes, by the type in its schema."""
+def is_text(schema: Any) -> bool:
+    """Returns whether an argument that a model writes without quotes is a text by its schema."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     types = {declared} if isinstance(declared, str) else set(declared or ())
     alternatives = isinstance(schema, Mapping) and ("anyOf" in schema or "oneOf" in schema)
-    if types == {"string"} or not (types or alternatives):
+    return types == {"string"} or not (types or alternatives)
+
+
+def typed(text: str, schema: Any) -> Any:
+    """Returns the value of an argument that a model wrote without quotes, by the type in its schema."""
+    if is_text(schema):
         return text
     try:
         return only({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))

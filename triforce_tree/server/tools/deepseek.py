@@ -13,10 +13,15 @@ from triforce_tree.server.tools.calls import (
     separated,
     tag,
 )
+from triforce_tree.server.tools.pieces import BLANKS, OBJECT, Pieces
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _FENCE, _FENCE_END = "\n```json\n", "\n```"
+_NAME = rf"{BLANKS}([^\s<>{{}}]{{1,256}}){BLANKS}"
+_HEAD = rf"{_CALL}(?:\w{{1,32}}{_SEPARATOR}{_NAME}```json{BLANKS}|{_NAME}{_SEPARATOR}{BLANKS}){OBJECT}"
+_AFTER = rf"{BLANKS}(?:```{BLANKS})?(?:{_CALL_END})?{BLANKS}"
+_PIECES = Pieces.of(rf"{_BEGIN}{BLANKS}{_HEAD}", _AFTER, _AFTER + _HEAD)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class DeepSeek:
     at_start: bool = False
     markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
     id_length: int | None = None
+    pieces: Pieces | None = _PIECES
 
     def fits(self, template: str) -> bool:
         return _BEGIN in template and ("```json" in template) is self.fenced

@@ -10,6 +10,7 @@ from triforce_tree.server.tools.harmony import Harmony
 from triforce_tree.server.tools.hermes import Hermes
 from triforce_tree.server.tools.llama import LlamaJson, Pythonic
 from triforce_tree.server.tools.mistral import Mistral
+from triforce_tree.server.tools.pieces import Pieces
 from triforce_tree.server.tools.spans import Format, Parser, Reasoning, Spans
 from triforce_tree.server.tools.xml import Glm, QwenXml
 
@@ -21,6 +22,7 @@ class _NoCalls:
     closing, at_start = "", False
     markers: tuple[str, ...] = ()
     id_length: int | None = None
+    pieces: Pieces | None = None
 
     def fits(self, template: str) -> bool:
         return True

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 
 from triforce_tree.server.tools.calls import (
-    Call,
     MalformedCallError,
     Shape,
     Tools,
@@ -15,7 +14,8 @@ from triforce_tree.server.tools.calls import (
     sequence,
     tag,
 )
-from triforce_tree.server.tools.spans import Parser, Part, Reasoning, first, partial
+from triforce_tree.server.tools.pieces import BLANKS, OBJECT, JsonArguments, partial
+from triforce_tree.server.tools.spans import Parser, Part, Reasoning, first
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -24,6 +24,7 @@ _HEADERS = (_START, _CHANNEL)
 # The prompt ends with the role of the first header, which may go on with the tool that is called.
 _RECIPIENT = " to="
 _LONGEST = max(map(len, _BOUNDS))
+_BEGINS = re.compile(BLANKS + OBJECT)
 # A header is shorter; a longer one is content.
 _MOST_HEADER = 512
 
@@ -64,6 +65,8 @@ class _Messages:
         self._header, self._tool, self._reasons = "", "", False
         # The place in the arguments of a call from which their end is searched.
         self._from = 0
+        # Reads the arguments once they have begun as an object.
+        self._reader: JsonArguments | None = None
 
     def put(self, text: str) -> list[Part]:
         self._text += text
@@ -113,7 +116,7 @@ class _Messages:
         tool = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
         self._tool = tool[1] if tool and self._tools else ""
         self._reasons = not self._tool and f"{_CHANNEL}analysis" in header
-        self._step, self._from = self._arguments if self._tool else self._body, 0
+        self._step, self._from, self._reader = self._arguments if self._tool else self._body, 0, None
 
     def _body(self, final: bool) -> Iterator[Part]:
         at, found = first(self._text, _BOUNDS)
@@ -125,6 +128,10 @@ class _Messages:
             self._next(found)
 
     def _arguments(self, final: bool) -> Iterator[Part]:
+        if self._reader is None and (begins := _BEGINS.match(self._text)):
+            self._reader, self._text, self._step = JsonArguments(), self._text[begins.end() :], self._object
+            yield Part(tool=self._tool)
+            return
         at, found = first(self._text, _BOUNDS, self._from)
         self._from = max(0, len(self._text) - _LONGEST)
         if found:
@@ -136,6 +143,25 @@ class _Messages:
             body, self._text = self._text, ""
             yield from self._call(body, "")
 
+    def _object(self, final: bool) -> Iterator[Part]:
+        """In the arguments of a call."""
+        assert self._reader is not None
+        taken = self._reader.take(self._text, final)
+        self._text = self._text[taken.used :]
+        if taken.arguments:
+            yield Part(arguments=taken.arguments)
+        if taken.ended:
+            self._step = self._after_object
+
+    def _after_object(self, final: bool) -> Iterator[Part]:
+        at, found = first(self._text, _BOUNDS)
+        if found:
+            self._text = self._text[at:]
+            self._next(found)
+        else:
+            self._text = "" if final else self._text[-_LONGEST:]
+        yield from ()
+
     def _next(self, found: str) -> None:
         if found in _ENDS:
             self._text = self._text[len(found) :]
@@ -145,6 +171,6 @@ class _Messages:
         if self._step == self._arguments:
             self._step = self._outside
         try:
-            yield Part(call=Call(self._tool, arguments_of(only(body) if body.strip() else {})))
+            yield Part(tool=self._tool, arguments=arguments_of(only(body) if body.strip() else {}))
         except MalformedCallError:
             yield Part(self._header + body + ending)

@@ -1,11 +1,13 @@
 """Hermes 2 and 3, Qwen 2.5 and 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
 from triforce_tree.server.tools.calls import Call, Shape, Tools, call_of, json_shape, only, separated, tag
+from triforce_tree.server.tools.pieces import BLANKS, JSON_HEAD, JSON_REST, Pieces
 
 
 class Hermes:
     opening, closing, at_start = ("<tool_call>",), "</tool_call>", False
     markers, id_length = ("<tool_call>", "</tool_call>"), None
+    pieces = Pieces.of(f"<tool_call>{BLANKS}{JSON_HEAD}", f"(?:{JSON_REST})?")
 
     def fits(self, template: str) -> bool:
         return "<tool_call>" in template

@@ -1,6 +1,7 @@
 """Llama 3 (a JSON object as the whole text), Llama 3.2 and 4 (a list of Python calls as the whole text)."""
 
 import ast
+import re
 from typing import Any
 
 from triforce_tree.server.tools.calls import (
@@ -18,6 +19,7 @@ from triforce_tree.server.tools.calls import (
     sequence,
     tag,
 )
+from triforce_tree.server.tools.pieces import BLANKS, JSON_HEAD, JSON_REST, Pieces
 
 _TAG = "<|python_tag|>"
 
@@ -28,6 +30,11 @@ class LlamaJson:
     opening, closing, at_start = (_TAG, "{"), "", True
     markers: tuple[str, ...] = (_TAG,)
     id_length = None
+    pieces = Pieces.of(
+        rf"(?:{re.escape(_TAG)})?{BLANKS}{JSON_HEAD}",
+        f"(?:{JSON_REST})?",
+        f"{JSON_REST}{BLANKS};{BLANKS}{JSON_HEAD}",
+    )
 
     def fits(self, template: str) -> bool:
         return '"parameters"' in template and ("<|python_tag|>" in template or "<|eom_id|>" in template)
@@ -59,6 +66,7 @@ class Pythonic:
     opening, closing, at_start = (_TAG, "<|python_start|>", "["), "", True
     markers: tuple[str, ...] = (_TAG, "<|python_start|>", "<|python_end|>")
     id_length = None
+    pieces: Pieces | None = None
 
     def fits(self, template: str) -> bool:
         return "[func_name1(" in template

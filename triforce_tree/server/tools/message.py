@@ -2,9 +2,9 @@
 
 import secrets
 import string
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from triforce_tree.server.tools.calls import Call
 from triforce_tree.server.tools.formats import Parsing
 from triforce_tree.server.tools.spans import Part
 
@@ -12,20 +12,38 @@ from triforce_tree.server.tools.spans import Part
 _PIECE = 4096
 
 
-class NamedCall(NamedTuple):
-    """A call with its place in the message and its identifier."""
+@dataclass
+class ToolCall:
+    """A call of a message.
+
+    Attributes:
+        number: its place among the calls of the message.
+        id: its identifier.
+        name: the name of the tool.
+        arguments: the JSON text of the arguments so far. It stays incomplete if the text ends within it, and
+            is no JSON if the model writes none.
+    """
 
     number: int
     id: str
-    call: Call
+    name: str
+    arguments: str = ""
 
 
 class Delta(NamedTuple):
-    """What is added to a message: content, reasoning, or a call."""
+    """What is added to a message.
+
+    Attributes:
+        content, reasoning, arguments: what is appended; ``arguments`` to those of ``call``.
+        call: the call that begins or goes on; None if content or reasoning is added.
+        begins: whether the call begins.
+    """
 
     content: str = ""
     reasoning: str = ""
-    call: NamedCall | None = None
+    arguments: str = ""
+    call: ToolCall | None = None
+    begins: bool = False
 
 
 class Message:
@@ -43,7 +61,9 @@ class Message:
         self._parser, self._id_length = parsing.parser(), parsing.format.id_length
         self._most = None if parallel else 1
         self.content, self.reasoning = "", ""
-        self.calls: list[NamedCall] = []
+        self.calls: list[ToolCall] = []
+        # The call that goes on; None if it is left out.
+        self._newest: ToolCall | None = None
 
     def put(self, text: str) -> list[Delta]:
         """Returns what is certain after one more piece."""
@@ -60,15 +80,26 @@ class Message:
         self.end()
 
     def _added(self, parts: list[Part]) -> list[Delta]:
-        deltas = []
+        deltas: list[Delta] = []
         for part in parts:
-            self.content += part.content
-            self.reasoning += part.reasoning
-            if part.call is None:
+            if part.content or part.reasoning:
+                self.content += part.content
+                self.reasoning += part.reasoning
                 deltas.append(Delta(part.content, part.reasoning))
-            elif self._most is None or len(self.calls) < self._most:
-                self.calls.append(NamedCall(len(self.calls), self._new_id(), part.call))
-                deltas.append(Delta(call=self.calls[-1]))
+                continue
+            if part.tool:
+                self._newest = None
+                if self._most is None or len(self.calls) < self._most:
+                    self._newest = ToolCall(len(self.calls), self._new_id(), part.tool)
+                    self.calls.append(self._newest)
+            if (call := self._newest) is None:
+                continue
+            call.arguments += part.arguments
+            if not part.tool and deltas and deltas[-1].call is call:
+                last = deltas[-1]
+                deltas[-1] = last._replace(arguments=last.arguments + part.arguments)
+            else:
+                deltas.append(Delta(arguments=part.arguments, call=call, begins=bool(part.tool)))
         return deltas
 
     def _new_id(self) -> str:

@@ -1,5 +1,6 @@
 """Mistral: ``[TOOL_CALLS]`` before a list in JSON, or before each name with ``[ARGS]`` and its arguments."""
 
+import re
 from dataclasses import dataclass
 
 from triforce_tree.server.tools.calls import (
@@ -15,8 +16,18 @@ from triforce_tree.server.tools.calls import (
     separated,
     tag,
 )
+from triforce_tree.server.tools.pieces import BLANKS, JSON_HEAD, JSON_REST, OBJECT, Pieces
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_LISTED = rf"{re.escape(_CALLS)}{BLANKS}\[?{BLANKS}{JSON_HEAD}"
+_NAMED = (
+    rf"{re.escape(_CALLS)}{BLANKS}([^\s\[\]{{}}\"<>]{{1,256}}){BLANKS}"
+    rf"(?:{re.escape(_ID)}[^\[\]{{}}]{{0,64}})?(?:{re.escape(_ARGUMENTS)})?{BLANKS}{OBJECT}"
+)
+_PIECES = Pieces.of(
+    f"(?:{_LISTED}|{_NAMED})", rf"(?:{JSON_REST}{BLANKS}\]?)?",
+    f"(?:{JSON_REST}{BLANKS},{BLANKS}{JSON_HEAD}|{BLANKS}{_NAMED})",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Mistral:
     markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
     # The chat templates refuse other identifiers.
     id_length: int | None = 9
+    pieces: Pieces | None = _PIECES
 
     def fits(self, template: str) -> bool:
         return _CALLS in template and (_ARGUMENTS in template) is not self.listed

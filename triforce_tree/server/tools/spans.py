@@ -1,5 +1,6 @@
 """Splits a text with marked spans into content, reasoning and tool calls, piece by piece."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -8,23 +9,75 @@ from triforce_tree.server.tools.calls import (
     Call,
     MalformedCallError,
     Shape,
-    ToolFormat,
     Tools,
     UnfinishedCallError,
     sequence,
     tag,
 )
+from triforce_tree.server.tools.pieces import ArgumentReader, Pieces, partial
 
 # A call may contain its own closing marker in a string, so the next ones are tried too, up to this many.
 _MOST_CLOSINGS = 8
 
 
+class ToolFormat(Protocol):
+    """How a family of models writes tool calls.
+
+    Attributes:
+        opening: strings that begin calls.
+        closing: the string that ends what ``opening`` has begun; empty for the end of the text.
+        at_start: whether calls are found only at the beginning of a text. Such calls need the name of a tool
+            that was offered, as other texts may begin like them.
+        markers: names of special tokens that the text must show.
+        id_length: number of characters of an identifier of a call, letters and digits; None for OpenAI's.
+        pieces: how arguments are read while they are written; None if they are read when the span has ended.
+    """
+
+    @property
+    def opening(self) -> tuple[str, ...]: ...
+
+    @property
+    def closing(self) -> str: ...
+
+    @property
+    def at_start(self) -> bool: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def id_length(self) -> int | None: ...
+
+    @property
+    def pieces(self) -> Pieces | None: ...
+
+    def fits(self, template: str) -> bool:
+        """Returns whether a chat template teaches this format."""
+
+    def calls(self, text: str, tools: Tools) -> list[Call]:
+        """Returns the calls of a text from ``opening`` to ``closing``, which may be missing at its end.
+
+        Raises:
+            MalformedCallError: the text is no call in this format.
+        """
+
+    def shape(self, tools: Tools, several: bool) -> Shape:
+        """Returns the structure of a text that consists of one call, or of one or several."""
+
+
 class Part(NamedTuple):
-    """A part of a text: content or reasoning that is to be appended, or a call."""
+    """A part of a text.
+
+    Attributes:
+        content, reasoning: what is to be appended.
+        tool: the name of the tool of a call that begins; empty if none does.
+        arguments: what is to be appended to the arguments of the newest call.
+    """
 
     content: str = ""
     reasoning: str = ""
-    call: Call | None = None
+    tool: str = ""
+    arguments: str = ""
 
 
 class Parser(Protocol):
@@ -136,6 +189,8 @@ class _SpanParser:
         self._blanks, self._from, self._first, self._closings = "", 0, 0, 0
         # Whether only blanks follow the last call.
         self._after_call = False
+        # Reads the arguments of the call that is being written.
+        self._reader: ArgumentReader
 
     def put(self, text: str) -> list[Part]:
         self._text += text
@@ -221,7 +276,10 @@ class _SpanParser:
 
     def _span(self, final: bool) -> Iterator[Part]:
         assert self._form is not None
-        closing = self._form.closing
+        closing, pieces = self._form.closing, self._form.pieces
+        if pieces is not None and (found := pieces.head.match(self._text)) and self._may_call(found):
+            yield self._begun(found)
+            return
         while closing and (at := self._text.find(closing, self._from)) >= 0:
             self._from = at + len(closing)
             self._first = self._first or self._from
@@ -245,16 +303,58 @@ class _SpanParser:
         except MalformedCallError:
             yield from self._released(self._first or len(self._text))
 
+    def _may_call(self, head: re.Match[str]) -> bool:
+        assert self._form is not None
+        return not self._form.at_start or _tool(head) in self._tools
+
+    def _begun(self, head: re.Match[str]) -> Part:
+        """Begins to read the arguments of a call."""
+        assert self._form is not None
+        assert self._form.pieces is not None
+        name = _tool(head)
+        self._reader = self._form.pieces.reader(self._tools.get(name, {}))
+        self._text, self._step, self._from = self._text[head.end() :], self._arguments, 0
+        return Part(tool=name)
+
+    def _arguments(self, final: bool) -> Iterator[Part]:
+        taken = self._reader.take(self._text, final)
+        self._text = self._text[taken.used :]
+        if taken.arguments:
+            yield Part(arguments=taken.arguments)
+        if taken.ended:
+            self._step = self._after_arguments
+        elif final:
+            self._text = ""
+
+    def _after_arguments(self, final: bool) -> Iterator[Part]:
+        assert self._form is not None
+        closing, pieces = self._form.closing, self._form.pieces
+        assert pieces is not None
+        if pieces.more is not None and (found := pieces.more.match(self._text)) and self._may_call(found):
+            yield self._begun(found)
+        elif closing and (at := self._text.find(closing, self._from)) >= 0:
+            yield from self._called([], at + len(closing))
+        elif final:
+            rest = pieces.tail.match(self._text)
+            yield from self._called([], 0 if rest is None else rest.end())
+        else:
+            self._from = max(0, len(self._text) - len(closing) + 1)
+
     def _called(self, calls: list[Call], end: int) -> Iterator[Part]:
+        """Ends a span with calls."""
         self._text, self._step, self._after_call = self._text[end:], self._content, True
         for call in calls:
-            yield Part(call=call)
+            yield Part(tool=call.name, arguments=call.arguments)
 
     def _released(self, end: int) -> Iterator[Part]:
         """Returns the beginning of a span that is no call as content."""
         text, self._text = self._text[:end], self._text[end:]
         self._step, self._after_call = self._content, False
         yield Part(self._blanks + text)
+
+
+def _tool(head: re.Match[str]) -> str:
+    return next(name for name in head.groups() if name is not None)
 
 
 def _shown(content: str = "", reasoning: str = "") -> Iterator[Part]:
@@ -266,13 +366,3 @@ def first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
     """Returns the place of the first marker after ``start`` and the marker, or (-1, "")."""
     found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     return min(found, default=(-1, ""))
-
-
-def partial(text: str, markers: Sequence[str]) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a marker."""
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        end = text[len(text) - count :]
-        if any(marker.startswith(end) for marker in markers):
-            return count
-    return 0

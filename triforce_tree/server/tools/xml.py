@@ -1,5 +1,7 @@
 """Calls whose arguments are elements, each with a text: Qwen3-Coder and Qwen 3.5, GLM 4.5 and later."""
 
+import re
+
 from triforce_tree.server.tools.calls import (
     Call,
     MalformedCallError,
@@ -12,6 +14,7 @@ from triforce_tree.server.tools.calls import (
     tag,
     typed,
 )
+from triforce_tree.server.tools.pieces import BLANKS, Elements, Pieces
 
 
 class _Elements:
@@ -25,8 +28,19 @@ class _Elements:
         return text.removeprefix(self.opening[0]).removesuffix(self.closing).strip()
 
 
+_PARAMETER, _PAIR = r"<parameter=([^<>]{1,256})>", rf"<arg_key>([^<]{{1,256}})</arg_key>{BLANKS}<arg_value>"
+
+
 class QwenXml(_Elements):
     """``<function=NAME><parameter=KEY>text</parameter></function>``"""
+
+    pieces = Pieces.of(
+        rf"<tool_call>{BLANKS}<function=([^\s<>]{{1,256}})>{BLANKS}(?={_PARAMETER}|</function>)",
+        rf"{BLANKS}(?:</function>)?{BLANKS}",
+        reader=Elements(
+            re.compile(_PARAMETER), "</parameter>", ("<parameter=", "</function>"), False, True
+        ).reader,
+    )
 
     def fits(self, template: str) -> bool:
         return "<tool_call>" in template and "<function=" in template
@@ -68,6 +82,12 @@ class QwenXml(_Elements):
 
 class Glm(_Elements):
     """``NAME<arg_key>KEY</arg_key><arg_value>text</arg_value>``"""
+
+    pieces = Pieces.of(
+        rf"<tool_call>{BLANKS}([^\s<>{{}}]{{1,256}}){BLANKS}(?={_PAIR}|</tool_call>)",
+        BLANKS,
+        reader=Elements(re.compile(_PAIR), "</arg_value>", ("<arg_key>", "</tool_call>"), True, False).reader,
+    )
 
     markers = (*_Elements.markers, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
