@@ -343,6 +343,33 @@ def test_pieces_do_not_change_the_message(name: str) -> None:
             assert name == "harmony" or sorted("".join(kept)) == sorted("".join(given))
 
 
+@pytest.mark.parametrize(
+    "name, text, first, last",
+    [
+        ("hermes", "<think>Where? I look.</think>Rain < sun. <think>no</think>", "<think>", "</think>"),
+        ("none", "<think>" + "It rains. " * 9, "<think>", "rains. "),
+        ("none", "It rains. <think>", "", ""),
+        ("glm", "<think>a</think><tool_call>weather</tool_call>", "<think>", "</think>"),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>final<|message|>Rain.",
+            "<|channel|>analysis",
+            "<|end|>",
+        ),
+        ("harmony", "a<|channel|>analysis<|message|>Where? <|e", "<|channel|>", "<|e"),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(name: str, text: str, first: str, last: str) -> None:
+    """A token counts where it begins, between the first marker and the end of the first last one."""
+    generator = random.Random(text)
+    start, stop = text.index(first), text.index(last, text.index(first)) + len(last)
+    stop = len(text) if last in ("rains. ", "<|e") else stop
+    for _ in range(20):
+        starts = sorted(generator.choices(range(len(text)), k=12))
+        message = parsed(name, text, starts[::3])
+        assert message.reasoning_tokens(starts) == sum(start <= place < stop for place in starts)
+
+
 def test_one_call_where_no_parallel_ones_are_wanted() -> None:
     call = '<tool_call>{"name": "weather"}</tool_call>'
     message = Message(Parsing("hermes", TOOLS, None), parallel=False)

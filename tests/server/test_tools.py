@@ -246,11 +246,32 @@ def test_reasoning_is_separated(own: openai.OpenAI, own_engine: Engine) -> None:
     expected = own_engine.generate(
         "user: What is the weather in Bonn?\nassistant:<think>", max_new_tokens=12, do_sample=False
     ).text
-    message = chat(own, max_tokens=12, extra_body=extra).choices[0].message
+    answer = chat(own, max_tokens=12, extra_body=extra)
+    message = answer.choices[0].message
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 12
     assert (message.content, message.reasoning_content) == ("", expected)
     stream = chat(own, max_tokens=12, extra_body=extra, stream=True)
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == expected
+
+
+def test_tokens_of_reasoning_are_counted(own: openai.OpenAI) -> None:
+    """The text names each of its tokens; those up to the closing marker are reasoning."""
+    turn = "What is it?\nassistant:<think>We look at it.</think>yes\nuser: "
+    given: dict[str, Any] = {
+        "messages": [{"role": "user", "content": 12 * turn + "What is it?"}],
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+        "logprobs": True,
+        "max_tokens": 20,
+    }
+    answer = chat(own, **given)
+    assert answer.choices[0].message.reasoning_content == "We look at it."
+    texts = [each.token for each in answer.choices[0].logprobs.content]
+    count = next(n for n in range(len(texts)) if "</think>" in "".join(texts[:n]))
+    assert 0 < count < answer.usage.completion_tokens
+    assert answer.usage.completion_tokens_details.reasoning_tokens == count
+    *_, last = chat(own, **given, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details.reasoning_tokens == count
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence as Sequences
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 from triforce_tree.server.protocol import ChatRequest
@@ -88,7 +89,7 @@ class ChatReply:
             else:
                 choice |= {"finish_reason": why, "text": text}
             choices.append(choice)
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(sequences)}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(sequences)}
 
     def begin(self, texts: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant"}
@@ -110,7 +111,7 @@ class ChatReply:
     def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
         if not self._usage_wanted:
             return []
-        return [self._stream_head() | {"choices": [], "usage": usage(sequences)}]
+        return [self._stream_head() | {"choices": [], "usage": self._usage(sequences)}]
 
     def failure(self, message: str) -> dict[str, Any]:
         return error(message, "server_error")
@@ -126,6 +127,9 @@ class ChatReply:
             self._chunk(index, delta, piece=_NOTHING if number else piece)
             for number, delta in enumerate(shown)
         ]
+
+    def _usage(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
+        return usage(sequences, self._messages if self._chat else ())
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else self._kind}
@@ -223,14 +227,18 @@ def reason(sequence: ServedText) -> str:
     )
 
 
-def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
+def usage(sequences: Sequences[ServedText], messages: Sequences[Message] = ()) -> dict[str, Any]:
     """Returns the token counts of a request; ``accepted_prediction_tokens`` are accepted draft tokens.
+
+    Args:
+        messages: the messages of a chat, whose reasoning is counted.
 
     Sequences that were decoded in one batch share its statistics. The draft tokens of a batch count once.
     """
-    new = 0
-    for sequence in sequences:
+    new = reasoning = 0
+    for sequence, message in zip_longest(sequences, messages):
         assert sequence.stream is not None
+        reasoning += message.reasoning_tokens(sequence.stream.starts) if message is not None else 0
         # The last pass may have emitted tokens after a stop string, which do not count.
         new += sequence.stream.count if sequence.stream.stopped else int(sequence.result("new_tokens"))
     # A prompt counts once, even if several texts continue it.
@@ -248,6 +256,7 @@ def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(level.proposed for level in targets) - accepted,
+            "reasoning_tokens": reasoning,
         },
         **more,
     }

@@ -81,7 +81,7 @@ class ResponseReply:
 
     def _ended(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
         cut = reason(sequences[0]) == "length"
-        counts = usage(sequences)
+        counts = usage(sequences, [self._message])
         return {
             **self._head, "status": "incomplete" if cut else "completed", "output": self._output,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -89,7 +89,9 @@ class ResponseReply:
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": int(sequences[0].result("reused_tokens"))},
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {
+                    "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
+                },
                 "total_tokens": counts["total_tokens"],
             },
         }  # fmt: skip

@@ -80,6 +80,7 @@ class TextStream(TokenStreamer):
         text: the text that was emitted so far.
         first, newest: the times of the first and of the last pass by ``time.monotonic``; None before.
         count: number of new tokens, including those of a stop string, but none after it.
+        starts: the number of characters of the new text before each of the ``count`` new tokens.
         logprobs: log-probabilities of the ``count`` new tokens by the target's distribution; empty if the
             client wants none.
     """
@@ -106,6 +107,7 @@ class TextStream(TokenStreamer):
         self.text, self.count = "", 0
         self.first: float | None = None
         self.newest: float | None = None
+        self.starts: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self._coming: list[tuple[float, list[tuple[int, float]]]] = []
         self._taken = 0
@@ -156,6 +158,7 @@ class TextStream(TokenStreamer):
             if self.count == self._least > 0:
                 self._new.search(self._stop)
             self.count += 1
+            self.starts.append(self._new.length)
             if scores is not None:
                 self.logprobs.append(self._scored(token, *scores))
             pieces.append(self._new.put(token))

@@ -59,7 +59,8 @@ class _Messages:
     """The parser of :class:`Harmony`."""
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._text = tools, ""
+        self._tools, self._text, self._length = tools, "", 0
+        self.thoughts: list[tuple[int, int]] = []
         self._step = self._beginning
         # The header of the message that is being read, with its markers, and the tool that it calls.
         self._header, self._tool, self._reasons = "", "", False
@@ -70,6 +71,7 @@ class _Messages:
 
     def put(self, text: str) -> list[Part]:
         self._text += text
+        self._length += len(text)
         return self._parts(final=False)
 
     def end(self) -> list[Part]:
@@ -116,6 +118,9 @@ class _Messages:
         tool = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
         self._tool = tool[1] if tool and self._tools else ""
         self._reasons = not self._tool and f"{_CHANNEL}analysis" in header
+        if self._reasons:
+            self.thoughts.append((self._length - len(self._text) - len(self._header), 0))
+            self._thought()
         self._step, self._from, self._reader = self._arguments if self._tool else self._body, 0, None
 
     def _body(self, final: bool) -> Iterator[Part]:
@@ -126,6 +131,12 @@ class _Messages:
         self._text = self._text[end:]
         if found:
             self._next(found)
+        if self._reasons:
+            self._thought()
+
+    def _thought(self) -> None:
+        """Records that the reasoning of the present message reaches up to the rest of the text."""
+        self.thoughts[-1] = self.thoughts[-1][0], self._length - len(self._text)
 
     def _arguments(self, final: bool) -> Iterator[Part]:
         if self._reader is None and (begins := _BEGINS.match(self._text)):

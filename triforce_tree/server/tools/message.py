@@ -2,6 +2,8 @@
 
 import secrets
 import string
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +66,16 @@ class Message:
         self.calls: list[ToolCall] = []
         # The call that goes on; None if it is left out.
         self._newest: ToolCall | None = None
+
+    def reasoning_tokens(self, starts: Sequence[int]) -> int:
+        """Returns how many tokens lie in the reasoning and its markers.
+
+        Args:
+            starts: the number of characters of the text before each token.
+        """
+        return sum(
+            bisect_left(starts, stop) - bisect_left(starts, start) for start, stop in self._parser.thoughts
+        )
 
     def put(self, text: str) -> list[Delta]:
         """Returns what is certain after one more piece."""

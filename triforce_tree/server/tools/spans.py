@@ -81,7 +81,15 @@ class Part(NamedTuple):
 
 
 class Parser(Protocol):
-    """Takes a text in pieces of any size. The parts together do not depend on where the text was cut."""
+    """Takes a text in pieces of any size. The parts together do not depend on where the text was cut.
+
+    Attributes:
+        thoughts: where reasoning lies in the text so far, with its markers: the first character of each
+            stretch, and the one after it.
+    """
+
+    @property
+    def thoughts(self) -> Sequence[tuple[int, int]]: ...
 
     def put(self, text: str) -> list[Part]:
         """Returns the parts that are certain after one more piece."""
@@ -181,6 +189,8 @@ class _SpanParser:
     def __init__(self, form: ToolFormat | None, tools: Tools, reasoning: Reasoning | None) -> None:
         self._form, self._tools, self._reasoning = form, tools, reasoning
         self._text = ""
+        # The number of characters that were put, and of those up to the end of the reasoning.
+        self._length, self._reasoned = 0, 0
         self._step = self._content if form is None and reasoning is None else self._beginning
         if reasoning is not None and reasoning.inside:
             self._step = self._thoughts
@@ -192,8 +202,13 @@ class _SpanParser:
         # Reads the arguments of the call that is being written.
         self._reader: ArgumentReader
 
+    @property
+    def thoughts(self) -> Sequence[tuple[int, int]]:
+        return [(0, self._reasoned)]
+
     def put(self, text: str) -> list[Part]:
         self._text += text
+        self._length += len(text)
         return self._parts(final=False)
 
     def end(self) -> list[Part]:
@@ -217,6 +232,7 @@ class _SpanParser:
         known = self._reasoning
         if known is not None and text.startswith(known.opening):
             self._text, self._step = text[len(known.opening) :], self._thoughts
+            self._reasoned = self._length - len(self._text)
             return
         form = self._form
         openings = form.opening if form is not None and form.at_start else ()
@@ -236,10 +252,11 @@ class _SpanParser:
         if found:
             yield from _shown(reasoning=before)
             self._text, self._step, self._reasoning = after, self._after_thoughts, None
-            return
-        held = 0 if final else partial(self._text, (closing,))
-        yield from _shown(reasoning=self._text[: len(self._text) - held])
-        self._text = self._text[len(self._text) - held :]
+        else:
+            held = 0 if final else partial(self._text, (closing,))
+            yield from _shown(reasoning=self._text[: len(self._text) - held])
+            self._text = self._text[len(self._text) - held :]
+        self._reasoned = self._length - len(self._text)
 
     def _after_thoughts(self, final: bool) -> Iterator[Part]:
         self._text = self._text.lstrip()
