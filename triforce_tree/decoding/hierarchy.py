@@ -240,6 +240,11 @@ class Hierarchy:
         return last.max_seq_len if last is not None and serves and tokens <= last.max_seq_len else 0
 
     @property
+    def places(self) -> set[int]:
+        """Returns the numbers of sequences for which there are programs in the pages of the last one."""
+        return {*self._beside, self.last_program.batch} if self.last_program is not None else set()
+
+    @property
     def offloads(self) -> bool:
         """Returns whether the full cache is kept in host memory."""
         return self.memory is not None and self.memory.offload is not None
@@ -372,7 +377,11 @@ class Hierarchy:
             )
         smaller = self.memory.smaller() if self.memory is not None else None
         without_copy = self.config.retrieval_weight_bits == "auto" and self.level_one.give_up()
+        several = bool(self._beside)
         self.release()
+        if several:
+            _LOG.warning("device memory ran out; going on without stages for other numbers of texts")
+            return True
         if without_copy:
             _LOG.warning("device memory ran out; going on with less: retrieval_weight_bits 8 -> 16")
             return True

@@ -49,6 +49,8 @@ _MOST_PREPARED = 16
 # The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
 # for the plain pass and for chains, and the layers are compiled already.
 _SHARE = 0.5
+# Tokens of a pass from which on a GPU computes longer than it reads the weights.
+_MANY_TOKENS = 512
 # The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
 # have those of a shape that no program has had yet.
 _longest: dict[torch.device, float] = {}
@@ -410,9 +412,13 @@ class DecodingProgram:
             state.has_nan.copy_(had_nan)
 
     def prepare_shapes(self) -> None:
-        """Makes and captures the stages for trees of every shape; see :meth:`prepare_shape`."""
-        for number in range(len(self.shapes)):
-            self.prepare_shape(number)
+        """Makes and captures the stages for trees of shapes that passes may use (:meth:`prepare_shape`).
+
+        Trees of many tokens for many sequences compute so long that they seldom pay.
+        """
+        for number, shape in enumerate(self.shapes):
+            if shape.nodes * self.batch <= _MANY_TOKENS:
+                self.prepare_shape(number)
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

@@ -25,6 +25,7 @@ def fitting_batch(
     freed: int = 0,
     pool: int = 0,
     drafter: Drafter | None = None,
+    workspaces: int = 1,
 ) -> int:
     """Returns how many sequences of ``prompt + new_tokens`` tokens fit beside the models, from 1 to
     ``wanted``.
@@ -34,6 +35,8 @@ def fitting_batch(
         freed: bytes in use that are freed before new buffers are made.
         pool: KV slots that all sequences share; 0 if each has its own.
         drafter: the drafter that was given, if any. It may keep further data for each sequence.
+        workspaces: how often memory for the stages of so many sequences is needed: there may be stages for
+            several kinds of sampling, and for fewer sequences.
     """
     if wanted == 1:
         return 1
@@ -41,7 +44,9 @@ def fitting_batch(
 
     def needed(batch: int) -> int:
         workload = Workload(batch, prompt, new_tokens, pool)
-        return bytes_beside_models(sizes, config, workload) + memory_map.reserve(free)
+        workspace = memory_map.workspace(sizes, config, config.levels_for(prompt), batch)
+        own = bytes_beside_models(sizes, config, workload) + (workspaces - 1) * workspace
+        return own + memory_map.reserve(free)
 
     first, second = needed(1), needed(2)
     # Each sequence takes the same.

@@ -15,6 +15,8 @@ from triforce_tree.trees.device_shapes import pass_limits
 
 # Sequences without a pool, each of which has slots for the longest text, whether it is there or not.
 _MOST_ALONE = 8
+# Stages of several kinds of sampling, and for fewer places, take so many times the memory of one kind.
+_WORKSPACES = 2
 
 
 def sizes_of(most: int) -> list[int]:
@@ -125,7 +127,8 @@ class BatchPool:
 
         def fitting(slots: int, wanted: int) -> int:
             models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
-            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, slots, own)
+            size = prompt, new_tokens, freed, slots, own, _WORKSPACES if slots and self._joins else 1
+            return fitting_batch(*models, hierarchy.config, wanted, *size)
 
         if not (self._joins and self._max_batch):
             return self._fitting(fitting, most)
@@ -137,7 +140,8 @@ class BatchPool:
             found = fitting(last.cache.backend.pool_slots, self._max_batch)
         else:
             found = self._fitting(fitting, self._max_batch if pooled else most)
-        sizes = [size for size in sizes_of(self._max_batch) if size <= found]
+        made = hierarchy.places
+        sizes = [size for size in sizes_of(self._max_batch) if size <= found or size in made]
         return next((size for size in sizes if size >= most), max(sizes, default=found))
 
     def _fitting(self, fits: Callable[[int, int], int], most: int) -> int:

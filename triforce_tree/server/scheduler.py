@@ -8,6 +8,7 @@ each of its sequences whose text nobody has seen yet is decoded again, alone.
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +29,7 @@ from triforce_tree.server.errors import LateError
 from triforce_tree.server.fair_queue import FairQueue
 from triforce_tree.server.text_stream import TextStream
 
+_LOG = logging.getLogger(__name__)
 # Sequences that are decoded together by default.
 _BATCH = {"cpu": 16, "cuda": 32}
 _TOKENS = {"cpu": 65_536, "cuda": None}
@@ -469,6 +471,13 @@ class Scheduler:
         again = [
             sequence for sequence in left if error is not None and len(left) > 1 and _repeatable(sequence)
         ]
+        if again:
+            _LOG.warning(
+                "a batch of %d texts failed; %d of them begin anew, one by one: %s",
+                len(left),
+                len(again),
+                error,
+            )
         for sequence in left:
             if sequence not in again:
                 sequence.error = sequence.error or error

@@ -24,10 +24,10 @@ _KINDS: dict[str, list[dict[str, object]]] = {
 def default_prompts(engine: Engine, batch_tokens: int) -> tuple[int, ...]:
     """Returns how many tokens the prompts of a warm-up have.
 
-    On a GPU buffers are made and stages are captured for a length, so one of them is the longest prompt that
-    a batch of several may have. On a CPU nothing is captured, and a long prompt would only take time.
+    On a GPU buffers are made and stages are captured for the longest prompt, and serve shorter ones as well.
+    On a CPU nothing is captured, and a long prompt would only take time.
     """
-    return (_SHORT,) if engine.target.device.type == "cpu" else (_SHORT, batch_tokens)
+    return (_SHORT,) if engine.target.device.type == "cpu" else (batch_tokens,)
 
 
 def warm_up(
