@@ -127,8 +127,9 @@ class BatchPool:
 
         def fitting(slots: int, wanted: int) -> int:
             models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
-            size = prompt, new_tokens, freed, slots, own, _WORKSPACES if slots and self._joins else 1
-            return fitting_batch(*models, hierarchy.config, wanted, *size)
+            several = _WORKSPACES if slots and self._joins else 1
+            size = prompt, new_tokens, freed, slots
+            return fitting_batch(*models, hierarchy.config, wanted, *size, own, several)
 
         if not (self._joins and self._max_batch):
             return self._fitting(fitting, most)

@@ -472,12 +472,7 @@ class Scheduler:
             sequence for sequence in left if error is not None and len(left) > 1 and _repeatable(sequence)
         ]
         if again:
-            _LOG.warning(
-                "a batch of %d texts failed; %d of them begin anew, one by one: %s",
-                len(left),
-                len(again),
-                error,
-            )
+            _LOG.warning("a batch failed; %d of its texts begin anew, one by one: %s", len(again), error)
         for sequence in left:
             if sequence not in again:
                 sequence.error = sequence.error or error
