@@ -14,6 +14,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.grammar import EBNF
 from triforce_tree.grammar.matching import Grammars, Matcher, words_of
 from triforce_tree.server.grammars import GrammarTexts
+from triforce_tree.server.tools.calls import Shape
 from triforce_tree.server.tools.formats import FORMATS, NO_CALLS, Parsing, format_name
 from triforce_tree.server.tools.message import Message
 from triforce_tree.server.tools.spans import Reasoning
@@ -396,24 +397,17 @@ def tokenizer(request: pytest.FixtureRequest, engine: Engine, name: str) -> PreT
     return tokenizer
 
 
-@pytest.mark.parametrize("reasoning", [None, THINK, Reasoning("<think>", "</think>", inside=True)])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != NO_CALLS])
-def test_grammars_of_calls_allow_what_is_read(
-    name: str, reasoning: Reasoning | None, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Random texts of a grammar are calls with arguments that their schemas allow."""
-    jsonschema = pytest.importorskip("jsonschema")
-    pytest.importorskip("xgrammar")
+def generated(
+    name: str, shape: Shape, before: str, tokenizer: PreTrainedTokenizerBase, tries: int = 10
+) -> list[str]:
+    """Returns random texts with a structure that begin with ``before`` and end within 300 tokens."""
     size = len(tokenizer)
-    text = GrammarTexts(tokenizer, size).text(FORMATS[name].calls_shape(TOOLS, reasoning, True))
-    grammars, generator, ended = Grammars(tokenizer, size), random.Random(name), 0
+    text = GrammarTexts(tokenizer, size).text(shape)
+    grammars, generator, found = Grammars(tokenizer, size), random.Random(name), list[str]()
     bits = torch.empty(1, words_of(size), dtype=torch.int32)
     # Tokens with closing characters are preferred, so that strings and lists end.
     closing = torch.tensor([bool({*tokenizer.decode([id])} & {*'"}])>'}) for id in range(size)])
-    before = "" if reasoning is None else "a</think>" if reasoning.inside else "<think>a</think>"
-    if before and name == "harmony":
-        before = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
-    for _ in range(10):
+    for _ in range(tries):
         matcher, ids = grammars.matcher(EBNF(text), [0]), tokenizer(before)["input_ids"]
         matcher.accept(ids)
         while not matcher.ended and len(ids) < 300:
@@ -425,17 +419,63 @@ def test_grammars_of_calls_allow_what_is_read(
             chosen = generator.choice(choices.nonzero().view(-1).tolist())
             ids.append(0 if allowed[0] and generator.random() < 0.5 else chosen)
             matcher.accept(ids[-1:])
-        if not matcher.ended:
-            continue
-        ended += 1
+        if matcher.ended:
+            found.append(tokenizer.decode(ids[:-1]))
+    return found
+
+
+@pytest.mark.parametrize("reasoning", [None, THINK, Reasoning("<think>", "</think>", inside=True)])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != NO_CALLS])
+def test_grammars_of_calls_allow_what_is_read(
+    name: str, reasoning: Reasoning | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Random texts of a grammar are calls with arguments that their schemas allow."""
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("xgrammar")
+    before = "" if reasoning is None else "a</think>" if reasoning.inside else "<think>a</think>"
+    if before and name == "harmony":
+        before = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+    texts = generated(name, FORMATS[name].calls_shape(TOOLS, reasoning, True), before, tokenizer)
+    assert texts
+    for text in texts:
         message = Message(Parsing(name, TOOLS, reasoning))
-        message.put_whole(tokenizer.decode(ids[:-1]))
-        assert message.calls, tokenizer.decode(ids)
+        message.put_whole(text)
+        assert message.calls, text
         assert not message.content
         assert not before or message.reasoning == "a"
         for call in message.calls:
             jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
-    assert ended
+
+
+FREE = "Rain < sun, {a} [b] `c`. "
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != NO_CALLS])
+def test_texts_are_free_up_to_a_call(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A call that the model begins is one of an offered tool, with arguments that its schema allows."""
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("xgrammar")
+    form = FORMATS[name]
+    shape = form.text_shape(TOOLS, THINK, True)
+    if name == "harmony":
+        thoughts = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+        free, opening = f"{thoughts}<|channel|>final<|message|>{FREE}", f"{thoughts}<|channel|>commentary to="
+    else:
+        calls = form.calls  # type: ignore[attr-defined]
+        thoughts, opening = "<think>a</think>", calls.opening[-1]
+        free = thoughts + FREE
+        opening = thoughts + opening if calls.at_start else free + opening
+    assert generated(name, shape, free, tokenizer)
+    texts = generated(name, shape, opening, tokenizer, 20)
+    assert texts
+    for text in texts:
+        message = Message(Parsing(name, TOOLS, THINK))
+        message.put_whole(text)
+        assert message.reasoning == "a"
+        assert message.content.startswith(FREE.strip() if FREE in text else "")
+        assert message.calls, text
+        for call in message.calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,28 @@ def test_streamed_calls_are_those_of_whole_replies(own: openai.OpenAI) -> None:
         assert not any(each.delta.content for each in own_chunks)
 
 
+def test_calls_of_strict_tools_obey_their_schemas(own: openai.OpenAI, own_engine: Engine) -> None:
+    """The model repeats a call whose city is not allowed; without a call its text is what it was."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    other = {"city": "Rome", "days": 3}
+    call = json.dumps({"name": "weather", "arguments": other})
+    turn = f"What is it?\nassistant:<think></think><tool_call>\n{call}\n</tool_call>\nuser: "
+    messages = [{"role": "user", "content": 12 * turn + "What is it?"}]
+    for choice in ({}, {"tool_choice": "auto"}):
+        given: dict[str, Any] = {"messages": messages, "max_tokens": 100, **choice}
+        [free, *_] = chat(own, tools=[WEATHER, TIME], **given).choices[0].message.tool_calls
+        assert json.loads(free.function.arguments) == other
+        [first, *_] = chat(own, tools=[strict, TIME], **given).choices[0].message.tool_calls
+        weather(first)
+    assert own_engine.tokenizer is not None
+    prompt = own_engine.tokenizer.apply_chat_template(
+        USER, tools=[strict], add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    expected = own_engine.generate(prompt, max_new_tokens=24, do_sample=False).text
+    assert "<tool_call>" not in expected
+    assert chat(own, tools=[strict], max_tokens=24).choices[0].message.content == expected
+
+
 def test_openais_client_joins_the_pieces_of_a_call(own: openai.OpenAI) -> None:
     given: dict[str, Any] = {"messages": USER, "tools": [WEATHER, TIME], "tool_choice": NAMED}
     given |= {"model": NAME, "max_tokens": 400, "seed": 3, "extra_body": UNTHINKING}
@@ -281,6 +303,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         "names a tool that is not among",
+    ),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+            ]
+        },
+        "the parameters of the strict tool f are refused",
     ),
     ({"tools": [WEATHER], "tool_choice": "always"}, 'tool_choice="always" must be "auto"'),
     ({"tool_choice": "required"}, "tool_choice is given without tools"),

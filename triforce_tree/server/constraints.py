@@ -28,6 +28,8 @@ class Offer:
         enabled: whether the model may call them.
         forced: schemas of the tools of which at least one must be called; empty if none must be. A schema
             that grammars cannot enforce is replaced by one of any object, unless the tool is strict.
+        guarded: schemas of all tools, if one of them is strict and the model decides whether it calls any;
+            else empty. Those of the others allow any object.
         parallel: whether a message may have several calls; one is enough where a tool is named.
     """
 
@@ -35,6 +37,7 @@ class Offer:
     schemas: Tools = field(default_factory=dict)
     enabled: bool = False
     forced: Tools = field(default_factory=dict)
+    guarded: Tools = field(default_factory=dict)
     parallel: bool = True
 
 
@@ -97,8 +100,14 @@ def offer(take: Take) -> Offer:
         for each in functions
         if choice == "required" or each["name"] == named
     }
+    guarded = {}
+    if choice in (None, "auto") and any(each.get("strict") is True for each in functions):
+        guarded = {
+            each["name"]: _enforced(each, schemas[each["name"]]) if each.get("strict") is True else _OBJECT
+            for each in functions
+        }
     tools = [{"type": "function", "function": each} for each in functions]
-    return Offer(tools, schemas, choice != "none", forced, parallel is not False and not named)
+    return Offer(tools, schemas, choice != "none", forced, guarded, parallel is not False and not named)
 
 
 def check_size(name: str, value: Any) -> None:

@@ -51,8 +51,8 @@ class GrammarTexts:
         self.prepare()
         if self._grammars is None:
             raise RefusedError(
-                "this server cannot constrain texts, as response_format and a forced tool_choice need; "
-                "install xgrammar there: pip install 'triforce-tree[grammar]'"
+                "this server cannot constrain texts, as response_format, a forced tool_choice and strict "
+                "tools need; install xgrammar there: pip install 'triforce-tree[grammar]'"
             )
         from xgrammar import Grammar
 

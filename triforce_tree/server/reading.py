@@ -184,9 +184,11 @@ class Reader:
         if content is not None and not offer.forced:
             shapes.append(form.content_shape(content, parsing.reasoning))
         # A text with a demanded content may call tools instead.
-        callable_tools = offer.forced or (parsing.tools if content is not None else {})
+        callable_tools = offer.forced or ((offer.guarded or parsing.tools) if content is not None else {})
         if callable_tools:
             shapes.append(form.calls_shape(callable_tools, parsing.reasoning, offer.parallel))
+        elif offer.guarded:
+            shapes.append(form.text_shape(offer.guarded, parsing.reasoning, offer.parallel))
         if not shapes:
             return None
         return self.grammars.text(shapes[0] if len(shapes) == 1 else {"type": "or", "elements": shapes})

@@ -115,6 +115,10 @@ def constant(text: str) -> Shape:
     return {"type": "const_string", "value": text}
 
 
+def regex(pattern: str) -> Shape:
+    return {"type": "regex", "pattern": pattern}
+
+
 def sequence(*elements: Shape) -> Shape:
     return {"type": "sequence", "elements": list(elements)}
 

@@ -42,17 +42,33 @@ class Harmony:
         return _Messages(tools)
 
     def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
-        begin = f"{_CHANNEL}commentary to=functions.{{}} {_CONSTRAIN}json{_MESSAGE}"
-        tags = [tag(begin.format(name), json_shape(schema), "") for name, schema in tools.items()]
-        return _thoughts({"type": "or", "elements": tags})
+        return sequence(_optional(_before("analysis")), {"type": "or", "elements": _calls(tools)})
+
+    def text_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
+        before = {"type": "or", "elements": [_before("analysis"), _before("commentary")]}
+        last = {"type": "or", "elements": [*_calls(tools), _final({"type": "any_text"})]}
+        return sequence({"type": "star", "content": before}, last)
 
     def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
-        return _thoughts(sequence(constant(f"{_CHANNEL}final{_MESSAGE}"), content))
+        return sequence(_optional(_before("analysis")), _final(content))
 
 
-def _thoughts(shape: Shape) -> Shape:
-    thoughts = tag(f"{_CHANNEL}analysis{_MESSAGE}", {"type": "any_text"}, f"{_ENDS[0]}{_START}assistant")
-    return sequence({"type": "optional", "content": thoughts}, shape)
+def _calls(tools: Tools) -> list[Shape]:
+    begin = f"{_CHANNEL}commentary to=functions.{{}} {_CONSTRAIN}json{_MESSAGE}"
+    return [tag(begin.format(name), json_shape(schema), "") for name, schema in tools.items()]
+
+
+def _final(content: Shape) -> Shape:
+    return sequence(constant(f"{_CHANNEL}final{_MESSAGE}"), content)
+
+
+def _before(channel: str) -> Shape:
+    """Returns the structure of a message that another one follows."""
+    return tag(f"{_CHANNEL}{channel}{_MESSAGE}", {"type": "any_text"}, f"{_ENDS[0]}{_START}assistant")
+
+
+def _optional(shape: Shape) -> Shape:
+    return {"type": "optional", "content": shape}
 
 
 class _Messages:

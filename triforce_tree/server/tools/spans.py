@@ -11,6 +11,7 @@ from triforce_tree.server.tools.calls import (
     Shape,
     Tools,
     UnfinishedCallError,
+    regex,
     sequence,
     tag,
 )
@@ -126,6 +127,9 @@ class Format(Protocol):
     def calls_shape(self, tools: Tools, reasoning: "Reasoning | None", several: bool) -> Shape:
         """Returns the structure of a text that calls a tool, or several, perhaps after reasoning."""
 
+    def text_shape(self, tools: Tools, reasoning: "Reasoning | None", several: bool) -> Shape:
+        """Returns the structure of any text in which calls are those of the tools."""
+
     def content_shape(self, content: Shape, reasoning: "Reasoning | None") -> Shape:
         """Returns the structure of a text whose content has the structure ``content``."""
 
@@ -145,7 +149,7 @@ class Reasoning:
     def before(self, shape: Shape) -> Shape:
         """Returns the structure of a text that may begin with reasoning and then has this structure."""
         text = {"type": "any_text"}
-        blanks = {"type": "regex", "pattern": r"\n{0,2}"}
+        blanks = regex(r"\n{0,2}")
         if self.inside:
             return sequence(tag("", text, self.closing), blanks, shape)
         thoughts = sequence(tag(self.opening, text, self.closing), blanks)
@@ -174,6 +178,19 @@ class Spans:
 
     def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
         return self.content_shape(self.calls.shape(tools, several), reasoning)
+
+    def text_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
+        shape = self.calls.shape(tools, several)
+        if not self.calls.at_start:
+            tags, opening = shape.get("tags", [shape]), self.calls.opening[0]
+            marked = {
+                "type": "triggered_tags", "triggers": [opening], "tags": tags,
+                "stop_after_first": not several,
+            }  # fmt: skip
+            return self.content_shape(marked, reasoning)
+        # A text that begins like a call is one.
+        others = self.calls.opening if reasoning is None else (*self.calls.opening, reasoning.opening)
+        return self.content_shape({"type": "or", "elements": [shape, *_without(others)]}, reasoning)
 
     def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
         return content if reasoning is None else reasoning.before(content)
@@ -368,6 +385,22 @@ class _SpanParser:
         text, self._text = self._text[:end], self._text[end:]
         self._step, self._after_call = self._content, False
         yield Part(self._blanks + text)
+
+
+def _without(markers: Sequence[str]) -> list[Shape]:
+    """Returns the structures of any text that does not begin with blanks and one of the markers."""
+    following: dict[str, str] = {}
+    for marker in markers:
+        for place, character in enumerate(marker):
+            following[marker[:place]] = following.get(marker[:place], "") + re.escape(character)
+    short = "|".join(map(re.escape, filter(None, following)))
+    other = "|".join(f"{re.escape(begun)}[^{nexts}]" for begun, nexts in following.items() if begun)
+    first = rf"[^ \n\r\t{following['']}]"
+    blanks = r"[ \n\r\t]*"
+    return [
+        sequence(regex(f"{blanks}({first}{other and f'|{other}'})"), {"type": "any_text"}),
+        regex(f"{blanks}({short})?") if short else regex(blanks),
+    ]
 
 
 def _tool(head: re.Match[str]) -> str:

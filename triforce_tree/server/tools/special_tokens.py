@@ -21,6 +21,8 @@ def with_tokens(shape: Shape, tokens: Mapping[str, int]) -> Shape:
     def replaced(part: Any, as_tag: bool = False) -> Any:
         if part["type"] == "const_string":
             return split(part["value"])
+        if part["type"] == "triggered_tags":
+            return triggered(part)
         if part["type"] == "tag":
             content = replaced(part["content"])
             if not names.search(part["begin"] + part["end"]):
@@ -32,6 +34,22 @@ def with_tokens(shape: Shape, tokens: Mapping[str, int]) -> Shape:
             for key in ("elements", "tags") if key in part
         }  # fmt: skip
         return {**part, **lists, **({"content": replaced(part["content"])} if "content" in part else {})}
+
+    def triggered(part: Shape) -> Shape:
+        [trigger], changed = part["triggers"], dict(part)
+        begin: Any = trigger
+        if trigger in tokens:
+            begin = {"type": "token", "token": tokens[trigger]}
+            changed |= {"type": "token_triggered_tags", "trigger_tokens": [tokens[trigger]]}
+            del changed["triggers"]
+        changed["tags"] = [after(begin, each["begin"].removeprefix(trigger), each) for each in part["tags"]]
+        return changed
+
+    def after(begin: Any, rest: str, part: Shape) -> Shape:
+        """Returns a tag that begins with a trigger alone, and ends with the last part of its own end."""
+        *ending, end = split(part["end"])["elements"]
+        inner = sequence(split(rest), replaced(part["content"]), *ending)
+        return {"type": "tag", "begin": begin, "content": inner, "end": end.get("value", end)}
 
     def split(text: str) -> Shape:
         elements, end = [], 0
