@@ -105,19 +105,23 @@ def test_copies_are_chosen_where_they_are_accepted(tmp_path: Path) -> None:
     engine = triforce_tree.load(TARGET, drafter=folder, levels=2)
     out = engine.generate(PROMPT, max_new_tokens=NEW, temperature=0)
     assert out.sequences[0, len(PROMPT) :].tolist() == EXPECTED
-    assert engine.config.trees[1:] == ("chain:3", "best-first:2,2,1", "lookup:12", "lookup:31")
+    assert engine.config.trees[1:] == ("best-first:2,2,1", "best-first:6,6,5,4,3", "lookup:12", "lookup:31")
     assert out.levels[-1].accepted > 0, out.levels
+
+
+# Beside the chain, which is first on a CPU.
+TREES = ("best-first:2,2", "best-first:8,8")
 
 
 @pytest.mark.parametrize(
     ("options", "others"),
     [
-        ({}, ("chain:2", "lookup:12", "lookup:31")),
-        ({"lookup": 0}, ("chain:2",)),
+        ({}, (*TREES, "lookup:12", "lookup:31")),
+        ({"lookup": 0}, TREES),
         ({"other_trees": "lookup:4"}, ("lookup:4",)),
         ({"other_trees": "chain:1 lookup:4"}, ("chain:1", "lookup:4")),
         ({"other_trees": "none"}, ()),
-        ({"lookup": 3}, (WithChain("chain:2", 3),)),
+        ({"lookup": 3}, tuple(WithChain(tree, 3) for tree in TREES)),
     ],
 )
 def test_options_of_a_folder(options: dict[str, Any], others: tuple[str, ...], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         "eagle": Eagle3(eagle_folder(folder / "eagle", target, 40), sinks=2, window=24),
         "three mtp layers": mtp(target, "best-first:2,2,1", 3, 2, 24),
         "eagle, own embeddings": Eagle3(
-            eagle_folder(folder / "own", target, embeddings=True), "static:0;1;0.0", 4, 32
+            eagle_folder(folder / "own", target, embeddings=True), tree="static:0;1;0.0", sinks=4, window=32
         ),
         "block": BlockDrafter(block_folder(folder / "block", target, inputs=(0,)), sinks=2, window=24),
         "DSpark": BlockDrafter(spark_folder(folder / "spark", target, inputs=(0,)), sinks=2, window=24),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.heads.growth import GrowingDrafter
 from triforce_tree.drafters.heads.published import difference
 from triforce_tree.drafters.token_map import ABSENT
 from triforce_tree.kernels.attention.plan import AttentionParams
@@ -28,51 +28,42 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.running_forward import ATTENTION, Attend, running_forward
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Shape, other_shapes
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
-_TREE = "best-first:4,4,4,3"
 _CHECKED = 5  # positions
 
 
-class Gemma4Assistant(Drafter):
+class Gemma4Assistant(GrowingDrafter):
     """The assistant in a folder, as a drafter of token trees for its Gemma 4.
 
     Args:
         folder: has ``config.json`` and safetensors, as transformers saves them.
-        tree: a shape or its name.
-        other_trees: at most two further shapes; decoding chooses one for each pass.
+        tree, other_trees: shapes, see :class:`GrowingDrafter`.
 
     Raises:
         ValueError: the folder holds no assistant that can be loaded, or a tree is no shape.
     """
 
-    name = "gemma4"
-    deterministic = False
     reads_slots = True
 
     def __init__(
-        self, folder: str | Path, tree: str | Shape = _TREE, other_trees: str | Sequence[str | Shape] = ()
+        self,
+        folder: str | Path,
+        tree: str | Shape | None = None,
+        other_trees: str | Sequence[str | Shape] | None = None,
     ) -> None:
-        self.folder, self.tree = Path(folder), tree
-        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
-        self._growths = [TreeGrowth(shape) for shape in self.shapes]
+        super().__init__("gemma4", tree, other_trees)
+        self.folder = Path(folder)
 
     def attach(self, target: HFModel) -> None:
+        super().attach(target)
         self.features = (target.layers,)
         self._embed = target.model.get_input_embeddings()
         self._network = _Network(self.folder, target)
         self._sources = self._network.sources(target)
         self.weight_bytes = self._network.weight_bytes
         self._compare(target)
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        return {"drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths)}
-
-    def bind(self, state: SequenceState) -> None:
-        for growth in self._growths:
-            growth.bind(state.batch, state.device)
 
     def read(self, store: KVStore) -> None:
         self.capturable = store.attention.can.captures

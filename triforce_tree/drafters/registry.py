@@ -4,7 +4,7 @@ A further format is one module with a class and one line of ``FORMATS``. Importi
 torch, so that a wrong folder is refused before anything is loaded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,13 +51,15 @@ def _drafts_blocks(config: Mapping[str, Any], files: frozenset[str]) -> bool:
 
 _HEADS = "triforce_tree.drafters.heads"
 _BLOCKS = "triforce_tree.drafters.blocks"
-_TREES, _WINDOW = ("tree", "other_trees"), ("sinks", "window")
+_TREES = ("tree", "other_trees")
+PAIRED = (*_TREES, "sinks", "window")
+"""The options of drafters whose cache holds sinks and a window."""
 # The first format that a folder fulfils is taken.
 FORMATS = (
     Format("Medusa heads", lambda _, files: not files.isdisjoint(MEDUSA), f"{_HEADS}.medusa:Medusa", _TREES),
     Format(
         "a block drafter (DFlash, DSpark)", _drafts_blocks, f"{_BLOCKS}.drafter:BlockDrafter",
-        _TREES + _WINDOW,
+        PAIRED,
     ),
     Format(
         "a Gemma 4 assistant", lambda config, _: config.get("model_type") in ASSISTANTS,
@@ -65,7 +67,7 @@ FORMATS = (
     ),
     Format(
         "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",
-        _TREES + _WINDOW,
+        PAIRED,
     ),
 )  # fmt: skip
 FILES = (CONFIG, *MEDUSA, *WEIGHTS, "model-*.safetensors", MASK_EMBEDDING)
@@ -119,6 +121,10 @@ def trained_drafter(folder: Path, options: Mapping[str, Any]) -> "Drafter":
     """
     chosen = format_of(folder)
     module, _, name = chosen.drafter.partition(":")
-    given = {key: options[key] for key in chosen.options if options.get(key) is not None}
-    drafter: Drafter = getattr(import_module(module), name)(folder, **given)
+    drafter: Drafter = getattr(import_module(module), name)(folder, **options_of(chosen.options, options))
     return drafter
+
+
+def options_of(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the user's ``options`` that are in ``names`` and have a value."""
+    return {name: options[name] for name in names if options.get(name) is not None}

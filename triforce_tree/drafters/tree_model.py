@@ -1,7 +1,6 @@
 """A drafter that grows trees with a draft model, one forward per depth for all sequences together."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.draft_window import ContinuedWindow, DraftWindow, RecomputedWindow
+from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.masked_tree import MaskedTree, mask_token
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
@@ -21,8 +21,8 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.running_forward import RecurrentPass
 from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_shapes
-from triforce_tree.trees.shapes import with_chain
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+from triforce_tree.trees.shapes import Shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
 # A draft with learned position embeddings must have at least this many positions after its window.
@@ -67,13 +67,12 @@ class TreeDrafter(Drafter):
                 f"{draft.name} has {limit} learned positions, and its window needs {needed}; set "
                 f"window<={window}, or choose another draft"
             )
-        self.depth = len(laid_out[0].widths)
         # One verification by the retrieval model adds at most depth + 1 tokens, and one by the target 1 more.
         self.refeed_tokens = deepest + 2
         mask = mask_token(draft, tokens)
         self.grown: list[GrownTree | MaskedTree]
         if mask is None:
-            self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
+            self.grown = [GrownTree(shape, self.refeed_tokens) for shape in self.shapes]
         else:
             self.grown = [MaskedTree(shape, self.refeed_tokens, mask) for shape in self.shapes]
         self.nodes = max(grown.nodes for grown in self.grown)
@@ -128,18 +127,17 @@ class GrownTree:
     """Grows trees of one shape, one forward of the draft model per depth.
 
     Args:
-        shape: the number of nodes at each depth, and their parents if they are fixed.
+        shape: the shape.
         refeed: number of newest tokens of the sequence that the first forward processes; the root is the
             last of them.
 
     Attributes:
-        depth: number of forwards per tree.
         nodes: number of nodes that the draft model grows, including the root.
     """
 
-    def __init__(self, shape: DeviceTreeShape, refeed: int) -> None:
-        self.shape, self._refeed = shape, refeed
-        self.depth, self.nodes = len(shape.widths), shape.tree_nodes
+    def __init__(self, shape: str | Shape, refeed: int) -> None:
+        self._growth, self._refeed = TreeGrowth(shape), refeed
+        self.nodes = self._growth.nodes
 
     def bind(self, store: KVStore, states: DraftedStates | None) -> None:
         """Allocates buffers and views.
@@ -149,33 +147,28 @@ class GrownTree:
                 window.
             states: of recurrent layers; then the positions of tokens are those in the sequence.
         """
+        growth, refeed, batch, device = self._growth, self._refeed, store.batch, store.device
+        widths, forwards = growth.shape.widths, growth.depth
+        growth.bind(batch, device)
         self._states, self._branches = states, None
-        if states is not None and max(self.shape.widths) > 1:
-            self._branches = states.tree(self.nodes, self.depth)
-        shape, refeed, batch, device = self.shape, self._refeed, store.batch, store.device
-        starts = [0, *accumulate(shape.widths, initial=1)]
-        self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
+        if states is not None and max(widths) > 1:
+            self._branches = states.tree(self.nodes, forwards)
 
-        def buffer(*size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full(size, fill, dtype=dtype, device=device)
+        def buffer(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=device)
 
-        self._path_probs = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
-        self._pairs = [
-            None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
-            for d in range(self.depth)
-        ]
         # Inputs of the forwards: the newest tokens of the sequence, then the nodes of each depth.
-        self._ids = [buffer(batch, width) for width in (refeed, *shape.widths)]
-        self._positions = buffer(batch, refeed - 1 + self.nodes)
-        depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
+        self._newest, self._positions = buffer(batch, refeed), buffer(batch, refeed - 1 + self.nodes)
+        depths = [0] + [d + 1 for d, width in enumerate(widths) for _ in range(width)]
         self._offsets = torch.tensor([*range(1 - refeed, 0), *depths], device=device)
         # The first KV slot that each forward writes, and its distance from the root's.
-        self._first_slots = buffer(self.depth, batch)
-        self._first_offsets = torch.tensor([1 - refeed, *starts[1 : self.depth]], device=device)
+        self._first_slots = buffer(forwards, batch)
+        starts = [nodes.start for nodes in growth.frontiers[1:]]
+        self._first_offsets = torch.tensor([1 - refeed, *starts], device=device)
         self._lengths = buffer(batch, dtype=torch.int32)
         causal = torch.ones(refeed, refeed, dtype=torch.bool).tril()
         self._views = [TreeAttentionView(store, refeed, mask=causal)]
-        for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
+        for width, nodes in zip(widths, growth.frontiers[1:], strict=False):
             tail_depths = [*range(refeed - 1), *(refeed - 1 + d for d in depths[: nodes.stop])]
             self._views.append(TreeAttentionView(store, width, tail=len(tail_depths), depths=tail_depths))
         for view, first_slot in zip(self._views, self._first_slots, strict=True):
@@ -195,25 +188,20 @@ class GrownTree:
             dropped: int64 ``[B]``, the number of tokens of each sequence that the draft's KV cache has
                 dropped.
         """
-        end, before = state.end, self._refeed - 1
+        growth, before = self._growth, self._refeed - 1
         step.begin_tree(
-            self._ids[0], self._positions, tree.tokens, self._first_slots, self._lengths,
-            state.tokens, end, dropped, self._offsets, self._first_offsets,
+            self._newest, self._positions, tree.tokens, self._first_slots, self._lengths,
+            state.tokens, state.end, dropped, self._offsets, self._first_offsets,
         )  # fmt: skip
         if self._states is not None:
             self._positions += dropped.clamp_min(0)[:, None]
-        for d, nodes in enumerate(self._frontiers):
+        for d, nodes in enumerate(growth.frontiers):
             columns = slice(before + nodes.start if d else 0, before + nodes.stop)
             width, states = nodes.stop - nodes.start, self._pass(tree, nodes)
-            logits = model(self._ids[d], self._positions[:, columns], self._views[d], width, states)
-            probs = tree.probs[:, nodes]
-            paths = tree.paths(state, end, nodes)
-            draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
-            mask = self._views[d + 1].mask if d + 1 < self.depth else None
-            step.place_nodes(
-                tree.tokens, tree.parents, tree.mask_words, self._path_probs, self._ids[d + 1], mask,
-                draws, by_rank, probs, self._pairs[d], nodes.start, before,
-            )  # fmt: skip
+            tokens = growth.ids[d - 1] if d else self._newest
+            logits = model(tokens, self._positions[:, columns], self._views[d], width, states)
+            mask = self._views[d + 1].mask if d + 1 < growth.depth else None
+            growth.place(d, logits, state, tree, sampler, mask, before)
 
     def _pass(self, tree: TokenTree, nodes: slice) -> RecurrentPass | None:
         """Returns the states of recurrent layers for a forward of ``nodes``; None if there are none."""

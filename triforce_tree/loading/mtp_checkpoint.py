@@ -25,12 +25,12 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from triforce_tree.drafters.heads.mtp import MtpNetwork
-from triforce_tree.drafters.heads.pairs import DEFAULT_TREE, SINKS, WINDOW, PairDrafter
+from triforce_tree.drafters.heads.pairs import PairDrafter
 from triforce_tree.drafters.heads.published import ROPES
+from triforce_tree.drafters.registry import PAIRED, options_of
 from triforce_tree.loading.gguf_header import is_gguf
 from triforce_tree.loading.model_folder import downloaded, in_one_line, weight_names
 from triforce_tree.models.model_copy import text_decoder
-from triforce_tree.models.recurrent.mixers import mixers
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import weights_fit
 
@@ -51,10 +51,6 @@ _TABLES: dict[str, Callable[[PreTrainedModel], Any]] = {
 }
 _SCALE = "_scale_inv"
 _MOST_NAMED = 4
-# The default tree and another, on a CPU and on a GPU: a CPU verifies few tokens at once, and so does a GPU of
-# a mixture of experts. Targets with recurrent layers verify chains alone.
-_TREES = (("chain:2", "best-first:2,2,1"), (DEFAULT_TREE, "chain:3"))
-_CHAINS = (("chain:2",), ("chain:3",))
 _LOG = logging.getLogger(__name__)
 _REMEDY = "use drafter='lookup', or give a draft model"
 
@@ -79,12 +75,8 @@ def mtp_drafter(target: PreTrainedModel, options: Mapping[str, Any], named: bool
             raise
         _LOG.warning("%s; matches of earlier text draft instead", error)
         return None
-    source, device = repr(str(target.config.name_or_path)), _device(target)
-    tree, *others = _CHAINS[device.type == "cuda"] if mixers(target) else _TREES[device.type == "cuda"]
-    how: dict[str, Any] = {"tree": tree, "sinks": SINKS, "window": WINDOW}
-    how["other_trees"] = () if "tree" in options else tuple(others)
-    how |= {name: options[name] for name in how if options.get(name) is not None}
-    return PairDrafter("mtp", lambda model: MtpNetwork(layers, model, source), **how)
+    source = repr(str(target.config.name_or_path))
+    return PairDrafter("mtp", lambda model: MtpNetwork(layers, model, source), **options_of(PAIRED, options))
 
 
 def mtp_tensors(config: PreTrainedConfig, download: bool = False) -> dict[str, Path]:

@@ -22,7 +22,7 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
     if isinstance(drafter, TreeDrafter):
         kept = drafter.window
         window = program.batch * (kept.config.sinks + kept.config.window) * _slot_bytes(kept.store)
-        needed["draft"] = drafter.depth * (weight_bytes(drafter.model.model) + window)
+        needed["draft"] = len(program.shapes[0].widths) * (weight_bytes(drafter.model.model) + window)
     if program.retrieval is not None:
         config = program.retrieval.config
         seen = sum(min(config.budget, length) for length in lengths) * slot

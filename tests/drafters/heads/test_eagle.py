@@ -142,7 +142,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
     levels, how, tree_name, sinks, window = CASES[name]
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     plain = Plain(folder, how.get("inputs", (1, 2, 2)))  # type: ignore[attr-defined]
-    drafter = Eagle3(folder, tree_name, sinks, window)
+    drafter = Eagle3(folder, tree=tree_name, sinks=sinks, window=window)
     trees = compare_nodes(drafter, lambda tokens, path: plain.logits(tokens, path, sinks, window))
     tail = levels == 3
     engine = triforce_tree.load(

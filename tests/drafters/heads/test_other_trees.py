@@ -1,5 +1,6 @@
 """Heads with several tree shapes, of which each pass chooses one."""
 
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, fini
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import drafter_bytes
+from triforce_tree.drafters.base import drafter_bytes, grown_shapes
 from triforce_tree.drafters.registry import trained_drafter
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.passes import PassKind
@@ -57,8 +58,21 @@ def test_heads_refuse_shapes_that_are_too_deep_or_too_many(tmp_path: Path) -> No
         trained_drafter(folder, {"other_trees": "chain:1 chain:2 chain:3"})
 
 
-def test_an_eagle_head_proposes_a_chain_and_a_small_tree_too(tmp_path: Path) -> None:
-    folder = eagle_folder(tmp_path, model("llama-gqa"))
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "block"])
+def test_every_kind_has_a_tree_a_small_tree_and_a_chain(kind: str, tmp_path: Path) -> None:
+    target = model("llama-gqa")
+    make = {"medusa": medusa_folder, "eagle": eagle_folder, "block": partial(block_folder, inputs=(0,))}[kind]
+    folder = make(tmp_path, target)
     drafter = trained_drafter(folder, {})
-    assert drafter.shapes == (drafter.tree, "chain:3", "best-first:2,2,1")
-    assert trained_drafter(folder, {"tree": "chain:4"}).shapes == ("chain:4",)
+    sizes = [sum(shape.widths) for shape in grown_shapes(drafter)]
+    assert len(sizes) == 3
+    assert sizes == sorted(sizes, reverse=True)
+    assert [str(shape).partition(":")[0] for shape in drafter.shapes] == ["best-first", "best-first", "chain"]
+    largest_first = drafter.shapes
+    drafter.attach(HFModel(target))
+    assert drafter.shapes == largest_first[::-1], "on a CPU each verified token has its price"
+    assert drafter.tree == drafter.shapes[0]
+    assert trained_drafter(folder, {"tree": "chain:2"}).shapes == ("chain:2",)
+    others = trained_drafter(folder, {"other_trees": "chain:1"})
+    others.attach(HFModel(target))
+    assert others.shapes == (largest_first[-1], "chain:1")

@@ -159,7 +159,8 @@ def medusa(target: PreTrainedModel, tree: str, **how: Any) -> Medusa:
 def eagle(target: PreTrainedModel, tree: str, sinks: int = 1, window: int = 6, **how: Any) -> Eagle3:
     """Returns a random head for a target; ``how``: of :func:`eagle_folder`."""
     with TemporaryDirectory() as folder:
-        return Eagle3(eagle_folder(Path(folder), target, **how), tree, sinks, window)
+        head = eagle_folder(Path(folder), target, **how)
+        return Eagle3(head, tree=tree, sinks=sinks, window=window)
 
 
 def mtp(target: PreTrainedModel, tree: str, layers: int = 1, sinks: int = 1, window: int = 6) -> PairDrafter:

@@ -14,7 +14,6 @@ from triforce_tree.drafters.blocks.network import BlockNetwork, near
 from triforce_tree.drafters.blocks.reference import check_network
 from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.registry import WEIGHTS
@@ -22,11 +21,9 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Shape, other_shapes
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
-# Nodes of the default tree by depth; 62 in all, so that a mask of one word suffices.
-_WIDTHS = (8, 8, 8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1)
 _SINKS, _WINDOW = 4, 2048
 
 
@@ -45,20 +42,14 @@ class BlockDrafter(RingDrafter):
     Args:
         folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
             ``blocks/format.py``.
-        tree: a shape or its name, at most as deep as the block. Without ``tree`` and ``other_trees``,
-            decoding chooses among a tree of up to 62 nodes and two chains, or among three chains for a
-            target with recurrent layers.
+        tree, other_trees: shapes, see :class:`GrowingDrafter`, at most as deep as the block.
         sinks: number of first positions in the cache; by default 4, or 0 if all layers have windows.
         window: number of newest positions in the cache; by default the layers' own windows, or 2048.
-        other_trees: at most two further shapes; decoding chooses one for each pass.
 
     Raises:
         OSError, ValueError: the folder has no such files, or a size is out of range.
     """
 
-    name = "block"
-    shapes: tuple[str | Shape, ...]
-    deterministic = False
     capturable = True
 
     def __init__(
@@ -71,28 +62,12 @@ class BlockDrafter(RingDrafter):
     ) -> None:
         self.folder = Path(folder)
         self.format = block_format(self.folder)
+        source = f"the block of {str(self.folder)!r}"
+        shapes = "block", tree, other_trees, self.format.depth, source
+        super().__init__(*self._cached(sinks, window), *shapes)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
         self._kinds = list(zip(self.format.causal, self.format.windows, strict=True))
-        self.sinks, self.window = self._cached(sinks, window)
         self.feature_window = (self.sinks, self.window)
-        deepest = self.format.depth
-        self._chosen_here = tree is None and other_trees is None
-        if tree is None:
-            tree = "best-first:" + ",".join(map(str, _WIDTHS[:deepest]))
-        if other_trees is None:
-            chains = dict.fromkeys([f"chain:{deepest}", f"chain:{min(4, deepest)}"])
-            other_trees = tuple(chains) if self._chosen_here else ()
-        self._use_shapes(tree, *other_shapes(other_trees))
-
-    def _use_shapes(self, *shapes: str | Shape) -> None:
-        self.tree, self.shapes = shapes[0], shapes
-        self._growths = [TreeGrowth(shape) for shape in shapes]
-        self._depth, deepest = max(growth.depth for growth in self._growths), self.format.depth
-        if self._depth > deepest:
-            raise ValueError(
-                f"the tree has {self._depth} depths, and the block of {str(self.folder)!r} predicts "
-                f"{deepest} tokens; use a tree of at most {deepest}"
-            )
 
     def _cached(self, sinks: int | None, window: int | None) -> tuple[int, int]:
         """Returns the numbers of first and of newest positions in the cache."""
@@ -105,12 +80,10 @@ class BlockDrafter(RingDrafter):
                 f"and set window to at most {most}"
             )
         sinks = (_SINKS if most is None else 0) if sinks is None else sinks
-        window = (most or _WINDOW) if window is None else window
-        if not 0 <= sinks <= window or window < 1:
-            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
-        return sinks, window
+        return sinks, (most or _WINDOW) if window is None else window
 
     def attach(self, target: HFModel) -> None:
+        super().attach(target)
         format, folder = self.format, str(self.folder)
         size = target.model.config.get_text_config(decoder=True).hidden_size
         if max(format.inputs) >= target.layers - 1:
@@ -130,9 +103,6 @@ class BlockDrafter(RingDrafter):
                 f"mask_token_id={format.mask_token} in {folder!r} is not in the target's vocabulary of "
                 f"{target.vocab_size}; give a drafter that was trained for this target"
             )
-        if target.states is not None and self._chosen_here:
-            # Trees of such targets were not timed.
-            self._use_shapes(*dict.fromkeys(f"chain:{min(n, format.depth)}" for n in (7, format.depth, 4)))
         self.features = tuple(dict.fromkeys(format.inputs))
         network = self.network = BlockNetwork.load(
             format, size, target.vocab_size, self._weights, target.device, target.dtype
@@ -181,17 +151,11 @@ class BlockDrafter(RingDrafter):
         slots = self.sinks + self.window + limits.chain + self._depth + 4 + 1 + self.format.block
         keys = 2 * slots + self.sinks + 1
         item = network.fc.weight.element_size() * batch * len(network.layers)
-        return {
-            "drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths),
-            "head's cache": item * network.kv_heads * keys * network.head_dim,
-        }
+        cache = {"head's cache": item * network.kv_heads * keys * network.head_dim}
+        return super().buffer_bytes(batch, capacity, limits) | cache
 
     def bind(self, state: SequenceState) -> None:
-        self._state = state
-        for growth in self._growths:
-            growth.bind(state.batch, state.device)
-        # The most positions that one pass can add.
-        self._fresh = max(state.max_draft_tokens, self._depth) + 2
+        super().bind(state)
         self._ring = Ring(self.sinks, self.window, state.max_draft_tokens + self._depth + 4)
         network = self.network
 
@@ -206,16 +170,7 @@ class BlockDrafter(RingDrafter):
         self._raw_keys = zeros(self.sinks + 1)
 
     @torch.no_grad()
-    def _fill(self, ends: list[int], newest: int) -> None:
-        end = torch.tensor(ends, device=self._state.device)[:, None]
-        if self.sinks and newest == self.window:
-            first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
-            self._store(first, first < end)
-        positions = end + torch.arange(-newest, 0, device=end.device)
-        self._store(positions, positions >= self.sinks)
-
-    def _store(self, positions: Tensor, kept: Tensor) -> None:
-        """Stores keys and values of those ``positions``, int64 ``[B, T]``, that are ``kept``."""
+    def _store(self, end: Tensor, positions: Tensor, kept: Tensor) -> None:
         state, network = self._state, self.network
         assert state.features is not None
         states = {layer: state.features.read(layer, positions) for layer in self.features}
@@ -230,8 +185,8 @@ class BlockDrafter(RingDrafter):
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
         growth.begin(state, tree)
-        fresh = end + torch.arange(-self._fresh, 0, device=state.device)
-        self._store(fresh, fresh >= 0)
+        fresh = self._newest(end, self._fresh)
+        self._store(end, fresh, fresh >= 0)
         self._rotate_sinks(end)
         hidden = self._hidden(state.newest[:, None], end)
         first = self.format.first_slot

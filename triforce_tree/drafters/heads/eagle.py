@@ -1,18 +1,14 @@
 """EAGLE-3 heads, which draft with one decoder layer from the target's hidden states (arXiv 2503.01840)."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.heads.pairs import DEFAULT_TREE, SINKS, WINDOW, PairDrafter
+from triforce_tree.drafters.heads.pairs import PairDrafter
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.trees.shapes import Shape
-
-# For passes in which few tokens are accepted, or many tokens cost more to verify than few.
-_OTHER_TREES = ("chain:3", "best-first:2,2,1")
 
 
 class Eagle3(PairDrafter):
@@ -24,26 +20,15 @@ class Eagle3(PairDrafter):
     Args:
         folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
             ``heads/eagle_format.py``. If ``embed_tokens`` or ``lm_head`` is missing, the target's is used.
-        tree: a shape or its name; the default's topology follows the head's probabilities.
-        sinks, window: numbers of pairs in the cache, which are attended to by positions counted within it.
-        other_trees: at most two further shapes; decoding chooses one for each pass. By default there are a
-            chain and a small tree if ``tree`` is not given either.
+        options: ``tree``, ``other_trees``, ``sinks`` and ``window`` of :class:`PairDrafter`. The pairs in the
+            cache are attended to by positions counted within it.
 
     Raises:
         OSError, ValueError: the folder has no such files, or a size is out of range.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        tree: str | Shape | None = None,
-        sinks: int = SINKS,
-        window: int = WINDOW,
-        other_trees: str | Sequence[str | Shape] | None = None,
-    ) -> None:
-        if other_trees is None:
-            other_trees = _OTHER_TREES if tree is None else ()
-        super().__init__("eagle3", self._for_target, tree or DEFAULT_TREE, sinks, window, other_trees)
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__("eagle3", self._for_target, **options)
         self.folder = Path(folder)
         self.format = eagle_format(self.folder)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
@@ -52,12 +37,12 @@ class Eagle3(PairDrafter):
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "
                 "and 2 read other hidden states, and are not supported)"
             )
-        trained, seen = self.format.sliding_window, sinks + window + self._depth
+        trained, seen = self.format.sliding_window, self.sinks + self.window + self._depth
         if trained is not None and trained < seen:
             raise ValueError(
                 f"the head in {str(folder)!r} attends to the newest {trained} tokens, fewer than "
-                f"sinks={sinks}, window={window} and the tree's {self._depth} depths; set window to at most "
-                f"{trained - sinks - self._depth}"
+                f"sinks={self.sinks}, window={self.window} and the tree's {self._depth} depths; set window "
+                f"to at most {trained - self.sinks - self._depth}"
             )
 
     def _for_target(self, target: HFModel) -> EagleLayer:

@@ -1,40 +1,24 @@
 """Medusa heads, which predict several tokens from one hidden state (Cai et al., arXiv 2401.10774)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.growth import GrowingDrafter
 from triforce_tree.drafters.registry import MEDUSA, settings
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.sequoia import Ranks
-from triforce_tree.trees.shapes import Shape, Static, other_shapes
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
-# The number of children of each node of Medusa's tree of 63 nodes for Vicuna-7B (mc_sim_7b_63).
-_CHILDREN: dict[Ranks, int] = {
-    (): 10,
-    (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
-    (0, 0): 10, (0, 1): 3, (0, 2): 2, **{(0, rank): 1 for rank in range(3, 8)},
-    (1, 0): 2, (2, 0): 1,
-    (0, 0, 0): 2,
-}  # fmt: skip
 
-
-def medusa_tree(heads: int) -> Static:
-    """Returns the tree ``mc_sim_7b_63`` cut to depth ``heads``. Its full depth is 4."""
-    return Static((*node, count - 1) for node, count in _CHILDREN.items() if len(node) < heads)
-
-
-class Medusa(Drafter):
+class Medusa(GrowingDrafter):
     """Heads that predict tokens after the next one from the target's last hidden state after the final norm.
 
     Head k predicts the tokens at depth k of the tree, whose root is the token that the target has drawn from
@@ -46,23 +30,19 @@ class Medusa(Drafter):
         folder: has ``medusa_lm_head.safetensors`` or ``.pt``, and ``config.json`` as published by
             github.com/FasterDecoding/Medusa (``medusa_num_heads``, ``medusa_num_layers``). A head without its
             last matrix uses the target's language model head.
-        tree: a shape, its name (``static:0;0.0;1``) or a list of rank paths, at most as deep as the number of
-            heads; by default ``mc_sim_7b_63``.
-        other_trees: at most two further shapes; decoding chooses one for each pass.
+        tree, other_trees: shapes, see :class:`GrowingDrafter`, at most as deep as the number of heads.
 
     Raises:
         OSError, ValueError: the folder has no such files, or they cannot be used with the tree.
     """
 
-    name = "medusa"
-    deterministic = False
     capturable = True
 
     def __init__(
         self,
         folder: str | Path,
-        tree: str | Shape | Iterable[Sequence[int]] | None = None,
-        other_trees: str | Sequence[str | Shape] = (),
+        tree: str | Shape | None = None,
+        other_trees: str | Sequence[str | Shape] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._weights = HeadWeights(self.folder, MEDUSA, lambda name: name.removeprefix("medusa_head."))
@@ -76,19 +56,11 @@ class Medusa(Drafter):
                     f"medusa_num_{name}={value!r} in {str(self.folder)!r} must be 1 to {most}, as its "
                     "weights are; copy or download them again"
                 )
-        if tree is not None and not isinstance(tree, str | Shape):
-            tree = Static(tree)
-        self.tree: str | Shape = medusa_tree(self.heads) if tree is None else tree
-        self.shapes: tuple[str | Shape, ...] = (self.tree, *other_shapes(other_trees))
-        self._growths = [TreeGrowth(shape) for shape in self.shapes]
-        self._depth = max(growth.depth for growth in self._growths)
-        if self._depth > self.heads:
-            raise ValueError(
-                f"the tree has {self._depth} depths, and {str(self.folder)!r} has {self.heads} Medusa "
-                f"heads, one for each; use a tree of at most {self.heads}"
-            )
+        source = f"{str(self.folder)!r} with {self.heads} Medusa heads"
+        super().__init__("medusa", tree, other_trees, self.heads, source)
 
     def attach(self, target: HFModel) -> None:
+        super().attach(target)
         size = target.model.config.get_text_config(decoder=True).hidden_size
         self.features = (target.layers,)
         blocks: list[tuple[Tensor, Tensor]] = []
@@ -111,13 +83,6 @@ class Medusa(Drafter):
         own = [t for block in blocks for t in block] + ([] if self._last is None else [self._last])
         self.weight_bytes = sum(t.nbytes for t in own)
         self._own_head = target.model.get_output_embeddings()
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        return {"drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths)}
-
-    def bind(self, state: SequenceState) -> None:
-        for growth in self._growths:
-            growth.bind(state.batch, state.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[K, N, V]`` of the first K heads, where K is the depth of the deepest tree.

@@ -19,11 +19,8 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Shape, other_shapes
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
-
-DEFAULT_TREE = "best-first:6,6,5,4,3"
-SINKS, WINDOW = 4, 512
 
 
 class PairNetwork(Protocol):
@@ -105,37 +102,29 @@ class PairDrafter(RingDrafter):
     attention, so they are computed once, when the target's hidden states become known.
 
     Args:
-        name: the drafter's name in statistics.
+        name: the drafter's name in statistics and in ``DEFAULT_TREES``.
         network: makes the network for a target.
-        tree: a shape or its name.
+        tree, other_trees: shapes, see :class:`GrowingDrafter`.
         sinks, window: numbers of pairs in the cache.
-        other_trees: at most two further shapes; decoding chooses one for each pass.
 
     Raises:
         ValueError: a size is out of range.
     """
 
-    deterministic = False
-
     def __init__(
         self,
         name: str,
         network: Callable[[HFModel], PairNetwork],
-        tree: str | Shape,
-        sinks: int,
-        window: int,
-        other_trees: str | Sequence[str | Shape],
+        tree: str | Shape | None = None,
+        sinks: int = 4,
+        window: int = 512,
+        other_trees: str | Sequence[str | Shape] | None = None,
     ) -> None:
-        self.name, self.tree, self._network_for = name, tree, network
-        if not 0 <= sinks <= window or window < 1:
-            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
-        self.sinks, self.window = sinks, window
-        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
-        self._growths = [TreeGrowth(shape) for shape in self.shapes]
-        self._depth = max(growth.depth for growth in self._growths)
-        self._nodes = max(growth.nodes for growth in self._growths)
+        super().__init__(sinks, window, name, tree, other_trees)
+        self._network_for = network
 
     def attach(self, target: HFModel) -> None:
+        super().attach(target)
         self.network = self._network_for(target)
         self.features = tuple(dict.fromkeys(self.network.inputs))
         self.feature_window = (self.sinks, self.window + self.network.layers - 1)
@@ -148,12 +137,10 @@ class PairDrafter(RingDrafter):
         keys = slots + self._nodes + (0 if network.rotates else slots)
         elements = keys * network.key_size + (slots + self._nodes) * network.value_size
         item = network.dtype.itemsize * batch * network.layers
-        grown = sum(growth.buffer_bytes(batch) for growth in self._growths)
-        grown += 0 if network.rotates else 2 * 4 * self._positions * network.key_size
-        return {
-            "drafter's buffers": grown + item * self._nodes * network.size,
-            "head's cache": item * network.kv_heads * elements,
-        }
+        found = super().buffer_bytes(batch, capacity, limits)
+        found["drafter's buffers"] += item * self._nodes * network.size
+        found["drafter's buffers"] += 0 if network.rotates else 2 * 4 * self._positions * network.key_size
+        return found | {"head's cache": item * network.kv_heads * elements}
 
     @property
     def _positions(self) -> int:
@@ -161,11 +148,8 @@ class PairDrafter(RingDrafter):
         return self.sinks + self.window + self._depth + 1
 
     def bind(self, state: SequenceState) -> None:
-        self._state, network, device = state, self.network, state.device
-        for growth in self._growths:
-            growth.bind(state.batch, device)
-        # The most pairs that one pass can add.
-        self._fresh = max(state.max_draft_tokens, self._depth) + 2
+        super().bind(state)
+        network, device = self.network, state.device
         beyond = state.max_draft_tokens + self._depth + 3 + network.layers
         self._ring = Ring(self.sinks, self.window, beyond)
         # The slots of the tree's nodes follow those of the cache.
@@ -186,20 +170,12 @@ class PairDrafter(RingDrafter):
         self._bits = torch.arange(64, device=device)
         self._is_sink = torch.arange(self._nodes_at, device=device) < self.sinks
 
-    @torch.no_grad()
-    def _fill(self, ends: list[int], newest: int) -> None:
-        end = torch.tensor(ends, device=self._state.device)[:, None]
-        if self.sinks and newest == self.window:
-            first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
-            self._advance(end, first, first < end)
-        pairs = self._newest(end, newest)
-        self._advance(end, pairs, pairs >= self.sinks)
-
     def _newest(self, end: Tensor, count: int) -> Tensor:
-        """Returns the newest ``count`` pairs before ``end`` ``[B, 1]``, int64 ``[B, T]``, after one more for
-        each further layer, which reads the output for the pair before.
-        """
-        return end + torch.arange(1 - count - self.network.layers, 0, device=end.device)
+        # Each further layer reads the output for the pair before.
+        return super()._newest(end, count + self.network.layers - 1)
+
+    def _store(self, end: Tensor, positions: Tensor, kept: Tensor) -> None:
+        self._advance(end, positions, kept)
 
     def _advance(
         self, end: Tensor, pairs: Tensor, kept: Tensor, newest: bool = False

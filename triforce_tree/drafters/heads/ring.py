@@ -1,11 +1,12 @@
 """The slots of a cache that holds the first and the newest positions of each sequence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.heads.growth import GrowingDrafter
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
 
@@ -61,23 +62,34 @@ class Ring:
         )
 
 
-class RingDrafter(Drafter):
+class RingDrafter(GrowingDrafter):
     """A drafter that computes what its cache holds of committed tokens from hidden states of the target.
 
     ``propose`` computes it for as many of the newest tokens as a pass with its trees can add. A pass with
     matched tokens, or several without the drafter, may have added more.
 
-    Attributes:
+    Args:
         sinks, window: numbers of first and of newest positions in the cache.
+        shapes: the arguments of :class:`GrowingDrafter`.
+
+    Raises:
+        ValueError: a size is out of range.
     """
 
-    sinks: int
-    window: int
-    _state: SequenceState
     # The number of newest positions that ``propose`` computes.
     _fresh: int
     # The number of tokens of each sequence that the cache belongs to.
     _known: list[int]
+
+    def __init__(self, sinks: int, window: int, *shapes: Any) -> None:
+        super().__init__(*shapes)
+        if not 0 <= sinks <= window or window < 1:
+            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
+        self.sinks, self.window = sinks, window
+
+    def bind(self, state: SequenceState) -> None:
+        super().bind(state)
+        self._fresh = max(state.max_draft_tokens, self._depth) + 2
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self._known = [len(tokens) for tokens in sequences]
@@ -98,6 +110,7 @@ class RingDrafter(Drafter):
         for b, length in running.items():
             self._known[b] = length
 
+    @torch.no_grad()
     def _fill(self, ends: list[int], newest: int) -> None:
         """Computes what the cache holds of the newest positions before token ``ends[b]`` of each sequence b.
 
@@ -105,5 +118,22 @@ class RingDrafter(Drafter):
 
         Args:
             newest: the number of these positions; if it is ``window``, the first ones are computed too.
+        """
+        end = torch.tensor(ends, device=self._state.device)[:, None]
+        if self.sinks and newest == self.window:
+            first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
+            self._store(end, first, first < end)
+        positions = self._newest(end, newest)
+        self._store(end, positions, positions >= self.sinks)
+
+    def _newest(self, end: Tensor, count: int) -> Tensor:
+        """Returns the newest ``count`` positions before ``end`` ``[B, 1]``, int64 ``[B, T]``, and those
+        before them that are needed for their computation.
+        """
+        return end + torch.arange(-count, 0, device=end.device)
+
+    def _store(self, end: Tensor, positions: Tensor, kept: Tensor) -> None:
+        """Computes the ``positions``, int64 ``[B, T]``, before token ``end`` ``[B, 1]``, and stores those
+        that are ``kept``, bool ``[B, T]``.
         """
         raise NotImplementedError
