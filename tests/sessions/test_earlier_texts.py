@@ -114,6 +114,22 @@ def test_a_pass_that_goes_beyond_the_end(make: Any, monkeypatch: pytest.MonkeyPa
         assert out.sequences[0, len(asked) :].tolist() == greedy(reference, asked, 5)
 
 
+@pytest.mark.parametrize(
+    "kind, kept",
+    [("three levels", 140), ("windows", 139), ("gated delta rule, two levels", 139), ("offloaded", 140)],
+)
+def test_tokens_after_other_tokens_are_other_ones(kind: str, kept: int) -> None:
+    """Texts have blocks and an end of the same tokens, after other tokens: each is found after its own."""
+    warm = KINDS[kind]()
+    end = prompt_of(60)[:44]
+    texts = [[*BOOK[:96], *end], [*OTHER[:96], *end]]
+    for text in (*texts, end, [*end[16:], *BOOK[:96]]):
+        ask(warm, text, 0)
+    for text in texts:
+        asked = [*text, 5, 6]
+        assert ask(warm, asked, kept) == cold(kind, asked)
+
+
 @pytest.mark.parametrize("kind", ["windows", "gated delta rule, two levels", "offloaded windows", "8 bits"])
 def test_replies_that_branch(kind: str) -> None:
     """A prompt is continued from its end, and from the end of either of two replies."""
