@@ -64,23 +64,22 @@ def test_the_kernels_apply_the_masks(name: str) -> None:
     assert distance(case, generations, case.to_probs) < 1e-5
 
 
-def of_the_parent(masks: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+def of_the_parent(rows: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
     """The mask of each node is that of its parent."""
-    above = [[max(parent, 0) for parent in own] for own in parents]
-    return masks.gather(1, masks.new_tensor(above).long()[..., None].expand_as(masks))
+    return rows.gather(1, rows.new_tensor(parents).clamp_min(0))
 
 
-def without_leaves(masks: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+def without_leaves(rows: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
     """The bonus token, which follows a path to a leaf, is not masked."""
-    for own, of_nodes, above in zip(masks, tokens, parents, strict=True):
+    for own, of_nodes, above in zip(rows, tokens, parents, strict=True):
         inner = {parent for token, parent in zip(of_nodes[1:], above[1:], strict=True) if token >= 0}
-        own[[node for node in range(len(of_nodes)) if node not in inner]] = -1
-    return masks
+        own[[node for node in range(len(of_nodes)) if node not in inner]] = 0
+    return rows
 
 
-def of_the_root(masks: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+def of_the_root(rows: Tensor, tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
     """All nodes have the mask of the root."""
-    return masks[:, :1].expand_as(masks)
+    return rows[:, :1].expand_as(rows)
 
 
 FAULTY_CASES = {
@@ -106,7 +105,7 @@ def test_planted_faults_change_the_distribution(
     names: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = GrammarMasks.masks
+    right = GrammarMasks.rows
 
     def faulty(
         self: GrammarMasks, chains: list[list[int]], tokens: list[list[int]], parents: list[list[int]]
@@ -114,7 +113,7 @@ def test_planted_faults_change_the_distribution(
         return fault(right(self, chains, tokens, parents), tokens, parents)
 
     # A token that the grammar forbids would end the run.
-    monkeypatch.setattr(GrammarMasks, "masks", faulty)
+    monkeypatch.setattr(GrammarMasks, "rows", faulty)
     monkeypatch.setattr(
         Matcher, "accept", lambda self, tokens: [self._matcher.accept_token(t) for t in tokens]
     )

@@ -16,6 +16,8 @@ from triforce_tree.verify.paths import NodePaths
 
 # Masks that are allocated at first; more are allocated when a pass reaches more states.
 _FIRST_ROWS = 64
+# Words of a mask that are searched first for a token: most have one there, as single bytes have low ids.
+_FIRST_WORDS = 32
 
 
 class _State:
@@ -50,12 +52,15 @@ class GrammarMasks:
         batch: B.
         vocabulary: V.
         device: the device of the logits.
+
+    Attributes:
+        pool: int32 ``[R, W]`` in host memory, the masks of the states that the present pass has reached, see
+            ``mask_logits``. Row 0 allows all tokens.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self.batch, self.words, self.device = batch, words_of(vocabulary), device
-        # The masks of this pass in host memory. Row 0 allows all tokens.
-        self._pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32)
+        self.pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32)
         self._used = 1
         self._roots: list[_State | None] = [None] * batch
 
@@ -73,8 +78,8 @@ class GrammarMasks:
         """Removes the grammars of all sequences."""
         self.begin_pass([None] * self.batch)
 
-    def masks(self, chains: list[list[int]], tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
-        """Returns the masks of the tokens after each node of a tree for each sequence.
+    def rows(self, chains: list[list[int]], tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+        """Returns which masks are those of the tokens after each node of a tree for each sequence.
 
         Args:
             chains: the tokens between the committed ones and the root's children, the root included if it is
@@ -82,14 +87,14 @@ class GrammarMasks:
             tokens, parents: of the N nodes of each tree, parents before children. Node 0 is the root.
 
         Returns:
-            int32 ``[B, N, W]`` in host memory, see ``mask_logits``. All tokens are allowed after a node that
+            int64 ``[B, N]`` in host memory, rows of :attr:`pool`. All tokens are allowed after a node that
             the grammar does not allow, or whose text has ended: it decides nothing.
         """
         places = [self._places(*each) for each in zip(self._roots, chains, tokens, parents, strict=True)]
         unknown = {id(each): each for own in places for each in own if each is not None and each.row is None}
         self._compute([*unknown.values()])
         rows = [[0 if state is None or state.row is None else state.row for state in own] for own in places]
-        return self._pool[torch.tensor(rows)]
+        return torch.tensor(rows)
 
     def _places(
         self, root: _State | None, chain: list[int], tokens: list[int], parents: list[int]
@@ -110,13 +115,14 @@ class GrammarMasks:
         if not states:
             return
         first, self._used = self._used, self._used + len(states)
-        if (missing := self._used - len(self._pool)) > 0:
-            more = self._pool.new_full((max(missing, len(self._pool)), self.words), -1)
-            self._pool = torch.cat([self._pool, more])
+        if (missing := self._used - len(self.pool)) > 0:
+            more = self.pool.new_full((max(missing, len(self.pool)), self.words), -1)
+            self.pool = torch.cat([self.pool, more])
         rows = range(first, self._used)
-        Matcher.fill([state.matcher for state in states], self._pool, rows)
-        some = self._pool[first : self._used].any(1).tolist()
-        for state, row, allowed in zip(states, rows, some, strict=True):
+        Matcher.fill([state.matcher for state in states], self.pool, rows)
+        some = self.pool[first : self._used, :_FIRST_WORDS].any(1).tolist()
+        for state, row, found in zip(states, rows, some, strict=True):
+            allowed = found or bool(self.pool[row].any())
             # Softmax of a row without a token would be NaN. If such a state is committed, the token after it
             # is not allowed by the grammar, which the sequence's matcher reports.
             state.row = row if allowed else 0
@@ -128,17 +134,15 @@ class StageMasks:
     Args:
         masks: of the batch.
         nodes: most nodes of a tree.
-
-    Attributes:
-        words: int32 ``[B, N, W]`` on the device, see ``mask_logits``.
     """
 
     def __init__(self, masks: GrammarMasks, nodes: int) -> None:
-        self._masks, size = masks, (masks.batch, nodes, masks.words)
-        self.words = torch.full(size, -1, dtype=torch.int32, device=masks.device)
+        self._masks, size = masks, masks.batch * nodes * masks.words
+        # Those of the nodes that were read last, without gaps, so that they are copied at once.
+        self._words = torch.full((size,), -1, dtype=torch.int32, device=masks.device)
         self._on_gpu = masks.device.type == "cuda"
-        self._staged = torch.empty(size, dtype=torch.int32, pin_memory=True) if self._on_gpu else self.words
-        self._first, self._count, self._chain = 0, 0, 0
+        self._staged = torch.empty(size, dtype=torch.int32, pin_memory=True) if self._on_gpu else self._words
+        self._first, self._count, self._chain = 0, nodes, 0
         self._read = torch.empty(0)
         if self._on_gpu:
             self._event = torch.cuda.Event()
@@ -161,18 +165,23 @@ class StageMasks:
     def fill(self) -> None:
         """Writes the masks of the nodes of the trees that were read."""
         if self._on_gpu:
+            # The last copy from ``_staged``, which was started before, has ended then, too.
             self._event.synchronize()
         chains, tokens, parents = [], [], []
         for drafted, *rest in self._read.tolist():
             chains.append(rest[:drafted])
             tokens.append(rest[self._chain : self._chain + self._count])
             parents.append(rest[self._chain + self._count :])
-        found = self._masks.masks(chains, tokens, parents)[:, self._first :]
-        nodes = slice(self._first, self._count)
-        self._staged[:, nodes] = found
+        rows = self._masks.rows(chains, tokens, parents)[:, self._first :].flatten()
+        used = slice(len(rows) * self._masks.words)
+        torch.index_select(self._masks.pool, 0, rows, out=self._staged[used].view(len(rows), -1))
         if self._on_gpu:
-            self.words[:, nodes].copy_(self._staged[:, nodes], non_blocking=True)
+            self._words[used].copy_(self._staged[used], non_blocking=True)
 
-    def applied(self, logits: Tensor, nodes: slice = slice(None)) -> Tensor:
-        """Returns the logits of nodes, ``[B, F, V]``, with -inf for tokens that are not allowed."""
-        return mask_logits(logits, self.words[:, nodes])
+    def applied(self, logits: Tensor) -> Tensor:
+        """Returns the logits of the first nodes that were read, ``[B, F, V]``, with -inf for tokens that are
+        not allowed.
+        """
+        batch, nodes, words = self._masks.batch, self._count - self._first, self._masks.words
+        found = self._words[: batch * nodes * words].view(batch, nodes, words)
+        return mask_logits(logits, found[:, : logits.shape[1]])

@@ -177,7 +177,7 @@ class Sampler:
         """
         if (masks := self._masks) is not None:
             self._cuts.outside(partial(_fill, masks, paths))
-            logits = masks.applied(logits, nodes)
+            logits = masks.applied(logits)
         tokens, by_rank = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
         )

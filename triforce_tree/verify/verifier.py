@@ -117,7 +117,7 @@ class Verifier:
         tree = tree.first(self._logits.shape[1])
         depth, paths, logits = tree.depth, tree.paths(self.state, root), self._logits
         if self._masks is not None:
-            logits = self._masks.applied(logits, slice(logits.shape[1]))
+            logits = self._masks.applied(logits)
         if self.to_probs.greedy:
             p = self.to_probs.scores(logits, paths)
             top, best = p.max(-1)
