@@ -108,7 +108,7 @@ class BatchPool:
 
     def batch_size(self, most: int, prompt: int, new_tokens: int) -> int:
         """Returns how many places a batch of ``most`` sequences gets: as many, or fewer if memory is short.
-        If further prompts may join, it is one of :func:`sizes_of`.
+        If further prompts may join and share slots, it is one of :func:`sizes_of`.
 
         The pool is made smaller if more sequences fit then.
 
@@ -139,8 +139,11 @@ class BatchPool:
             return self._fitting(fitting, min(self._max_batch, _MOST_ALONE))
         if last is not None and serves and last.cache.backend.resizes:
             found = fitting(last.cache.backend.pool_slots, self._max_batch)
+        elif not pooled:
+            # Places are added one by one where sequences have slots of their own.
+            return self._fitting(fitting, most)
         else:
-            found = self._fitting(fitting, self._max_batch if pooled else most)
+            found = self._fitting(fitting, self._max_batch)
         made = hierarchy.places
         sizes = [size for size in sizes_of(self._max_batch) if size <= found or size in made]
         return next((size for size in sizes if size >= most), max(sizes, default=found))
