@@ -95,8 +95,6 @@ PAGES = {
         Section("Requests on a CPU", "requests_cpu"),
         Section("A conversation of many turns", "conversation_cpu"),
         Section("Saved sessions", "saved_sessions"),
-        Section("Prompts with a common beginning", "shared_prefix_cpu"),
-        Section("Clients that join a batch", "clients_cpu"),
         Section(
             "Many clients of a server", "serving",
             "Times are those that clients see: from a request to its first text, from there to its last one "

@@ -49,16 +49,6 @@ BENCHMARKS = {
         "whole requests, cold and a second turn, beside plain decoding: docs/sessions.md",
         "requests_{machine}.jsonl",
     ),
-    "shared_prefix": Benchmark(
-        "benchmarks.requests.shared_prefix",
-        "questions about one or two documents in a batch, keys and values stored once beside copies",
-        "shared_prefix_{machine}.jsonl",
-    ),
-    "clients": Benchmark(
-        "benchmarks.requests.clients",
-        "clients that ask about one document and join a batch, keys and values stored once beside copies",
-        "clients_{machine}.jsonl",
-    ),
     "serving": Benchmark(
         "benchmarks.requests.serving",
         "1 to 32 clients of our server, or of another: docs/server.md",

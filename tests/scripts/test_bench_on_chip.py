@@ -10,7 +10,6 @@ import pytest
 
 from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.python_files import docstrings
-from triforce_tree.kv.pool import size
 
 
 def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float = 0.0) -> dict[str, Any]:
@@ -172,46 +171,3 @@ def test_saved_sessions_are_measured_beside_their_bytes(script: Any, tmp_path: P
         assert {*map(len, row["all_seconds"].values())} == {2}
     assert "| load | 2 |" in tables.TABLES["saved_sessions"].make(content)
     assert [path.name for path in tmp_path.iterdir()] == [tables.SAVED]
-
-
-@pytest.mark.slow
-def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
-    """Both layouts answer alike; the one that stores the document once holds fewer tokens."""
-    words = ["--tiny", "--context", "1040", "--clients", "3", "--new", "6", "--runs", "1", "--levels", "1"]
-    clients = script("benchmarks.requests.clients")
-    assert clients.main([*words, "--out", str(tmp_path)]) == 0
-    content = content_at(tmp_path / "clients_cpu.jsonl")
-    once, copied = content["rows"]
-    assert (once["layout"], copied["layout"]) == ("stored once", "copied")
-    shown = script("benchmarks.requests.tables").TABLES["clients_cpu"].make(content)
-    line = shown.splitlines()[2]
-    counts = f"| {once['slots']:,} | {copied['slots']:,} | {once['stored']:,} | {copied['stored']:,} |"
-    assert line.startswith(f"| 1,040 | 1 | {once['together']} {counts}")
-    assert line.endswith("| 18 of 18 |")
-    assert once["stored"] < 1040 + 3 * 60 < 2 * 1040 < copied["stored"]
-    for row in (once, copied):
-        assert row["same_tokens"] == row["all_tokens"] == 3 * 6
-        assert 0 < row["decode_seconds"] < row["seconds"]
-
-
-@pytest.mark.slow
-def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both layouts answer alike; the one that stores documents once computes and takes less."""
-    monkeypatch.setattr(size, "LEAST_SPARED", 1)
-    words = ["--tiny", "--context", "384", "--questions", "4", "--runs", "1", "--levels", "1", "--new", "8"]
-    shared_prefix = script("benchmarks.requests.shared_prefix")
-    assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0
-    content = content_at(tmp_path / "shared_prefix_cpu.jsonl")
-    rows = content["rows"]
-    assert [row["case"] for row in rows] == [case for case in shared_prefix.CASES for _ in range(2)]
-    for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 2 * 384)]:
-        assert (once["stored_once"], once["rows"]) == (True, 4)
-        assert (copied["stored_once"], copied["rows"]) == (False, 4)
-        assert once["bytes"] < copied["bytes"]
-        assert copied["computed"] - once["computed"] == 4 * 384 - prefix
-        assert once["of_copies"]["ms_per_step"] == once["ms_per_step"] / copied["ms_per_step"]
-    for row in rows:
-        assert row["same_tokens"] == row["all_tokens"] == 4 * 8
-        assert row["ms_per_step"] > 0
-    shown = script("benchmarks.requests.tables").TABLES["shared_prefix_cpu"].make(content)
-    assert f"| {rows[0]['computed']:,} | {rows[1]['computed']:,} |" in shown

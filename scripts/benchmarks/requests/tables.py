@@ -1,14 +1,9 @@
-"""Tables of docs/sessions.md: whole requests, saved sessions, and keys and values that prompts share."""
-
-from collections.abc import Iterable
-from functools import partial
+"""Tables of docs/sessions.md: whole requests, conversations, saved sessions, and clients of a server."""
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
 CONVERSATION = "conversation_{machine}.jsonl"
-SHARED, CLIENTS = "shared_prefix_{machine}.jsonl", "clients_{machine}.jsonl"
-_SHARED_CPU, _CLIENTS_CPU = (file.format(machine="cpu") for file in (SHARED, CLIENTS))
 SERVING_FILE = "serving_{machine}.jsonl"
 _SERVING_H100 = SERVING_FILE.format(machine="h100")
 REQUESTS: Columns = {
@@ -27,40 +22,6 @@ _NOTE = (
     "One {hardware}, {dtype}, greedy, {new_tokens} new tokens, text {text}, medians of {runs} runs, torch "
     "{versions[torch]}. "
 )
-SHARED_PREFIX: Columns = {
-    "questions about": "{case}", "document, tokens": "{context:,}", "levels": "{levels}",
-    "KV slots": "{slots:,}", "those of copies": "{copied[slots]:,}",
-    "**of them**": "**{slots_of_copies:pct}**",
-    "tokens prefilled": "{computed:,}", "with copies": "{copied[computed]:,}",
-    "prefill, time of copies": "{of_copies[prefill_seconds]:.2f}",
-    # Passes may be of different kinds in the two, so that tokens are compared.
-    "**token, time of copies**": lambda row: f"**{1 / row['of_copies']['tokens_per_second']:.2f}**",
-    "same tokens": "{same_tokens:,} of {all_tokens:,}",
-}  # fmt: skip
-_SHARED_NOTE = (
-    "{shape}, {hardware}, {threads} threads, torch {versions[torch]}; {questions} questions at a time, "
-    "greedy, {new_tokens} new tokens each, text {text}; medians of {runs} ratios to a run with copies, "
-    "prefill by seconds of {seconds_of}, a token by elapsed time. "
-)
-JOINING: Columns = {
-    "document, tokens": "{context:,}", "levels": "{levels}", "together": "{together}",
-    "KV slots": "{slots:,}", "those of copies": "{copied[slots]:,}", "tokens in them": "{stored:,}",
-    "those in copies": "{copied[stored]:,}", "**of them**": "**{stored_of_copies:pct}**",
-    "**all answers, time of copies**": "**{of_copies[seconds]:.2f}**",
-    "same tokens": "{same_tokens:,} of {all_tokens:,}",
-}  # fmt: skip
-_CLIENTS_NOTE = _SHARED_NOTE.replace("{questions} questions at a time", "{clients} clients").replace(
-    "prefill by seconds of {seconds_of}, a token by elapsed time", "by seconds of {seconds_of}"
-)
-
-
-def _beside_copies(content: Record, counts: Iterable[str]) -> list[Record]:
-    """Returns a line for each run that stores prefixes once, with the row of its copies."""
-    once, copies = content["rows"][::2], content["rows"][1::2]
-    return [
-        {**row, "copied": other, **{f"{name}_of_copies": row[name] / other[name] for name in counts}}
-        for row, other in zip(once, copies, strict=True)
-    ]
 
 
 def _columns(content: Record) -> Columns:
@@ -140,17 +101,5 @@ TABLES = {
     "requests_cpu": _table(CPU_FILE, f"{_COMMAND} --pair"),
     "saved_sessions": Table(
         SAVED, listing(_DISK, caption=noted(_DISK_NOTE, SAVED)), "python -m scripts.benchmarks saved_sessions"
-    ),
-    "shared_prefix_cpu": Table(
-        _SHARED_CPU,
-        listing(SHARED_PREFIX, partial(_beside_copies, counts=["slots"]), noted(_SHARED_NOTE, _SHARED_CPU)),
-        "python -m scripts.benchmarks shared_prefix --tiny --out docs/results",
-    ),
-    "clients_cpu": Table(
-        _CLIENTS_CPU,
-        listing(
-            JOINING, partial(_beside_copies, counts=["slots", "stored"]), noted(_CLIENTS_NOTE, _CLIENTS_CPU)
-        ),
-        "python -m scripts.benchmarks clients --tiny --out docs/results",
     ),
 }

@@ -128,7 +128,6 @@ GPU = (
     ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
-    _bench("shared-prefix", "shared_prefix", 4, tiny="--context 256 --questions 2 --new 8 --runs 1"),
     _bench("serving", "serving", 40, tiny="--text python-topics"),
     _bench(
         "conversation",
@@ -136,7 +135,6 @@ GPU = (
         20,
         tiny="--turns 2 --context 256 --reply 4",
     ),
-    _bench("clients", "clients", 8, tiny="--clients 2 --levels 2 --context 384 --new 8 --runs 1"),
     _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
     _bench("on-chip-8b", "on_chip --part 8b", 6, tiny="--part 8b"),
     _bench("on-chip-batch", "on_chip --part batch", 5, tiny="--part batch"),
@@ -193,13 +191,6 @@ CPU = (
     _bench("requests-cpu", "requests --pair", 5),
     _bench("saved-sessions", "saved_sessions", 5),
     _bench("conversation-cpu", "conversation", 15, tiny=None),
-    _bench(
-        "shared-prefix-cpu",
-        "shared_prefix --tiny --context 256 1024 4096 --levels 1 3",
-        10,
-        tiny=None,
-    ),
-    _bench("clients-cpu", "clients --tiny --context 1100 4096 --levels 1 --new 64", 5, tiny=None),
     _bench(
         "never-slower-cpu",
         f"never_slower {_ON_CPU} --contexts 16384 4096 1024 --new-tokens 96 --plain-tokens 96 --pairs 3 "
