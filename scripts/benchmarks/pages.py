@@ -94,7 +94,6 @@ PAGES = {
         Section("Requests on an H200", "requests"),
         Section("Requests on a CPU", "requests_cpu"),
         Section("A conversation of many turns", "conversation_cpu"),
-        Section("Saved sessions", "saved_sessions"),
         Section(
             "Many clients of a server", "serving",
             "Times are those that clients see: from a request to its first text, from there to its last one "

@@ -59,11 +59,6 @@ BENCHMARKS = {
         "a conversation of many turns, alone and beside another one: docs/sessions.md",
         "conversation_{machine}.jsonl",
     ),
-    "saved_sessions": Benchmark(
-        "benchmarks.requests.saved",
-        "saving and loading a session beside writing and reading the same bytes: docs/sessions.md",
-        "saved_sessions.jsonl",
-    ),
     "any_text": Benchmark(
         "benchmarks.texts.any_text",
         "speed on texts of seven kinds: docs/any_text.md",

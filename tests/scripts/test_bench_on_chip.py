@@ -157,17 +157,3 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
         made = tables.TABLES[name].make(content)
         assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in made
         assert f"| {second['acceptance']['target']:.2f} | {second['tokens_per_pass']:.1f} |" in made
-
-
-def test_saved_sessions_are_measured_beside_their_bytes(script: Any, tmp_path: Path) -> None:
-    assert script("benchmarks.requests.saved").main(["--tiny", "--runs", "2", "--out", str(tmp_path)]) == 0
-    tables = script("benchmarks.requests.tables")
-    content = content_at(tmp_path / tables.SAVED)
-    save, load = content["rows"]
-    # Keys and values of two layers in 16 bits.
-    assert save["bytes"] == load["bytes"] > 299 * 2 * 2 * 8 * 128 * 2
-    for row in (save, load):
-        assert row["ratio"] == row["seconds"] / row["raw_seconds"] > 0
-        assert {*map(len, row["all_seconds"].values())} == {2}
-    assert "| load | 2 |" in tables.TABLES["saved_sessions"].make(content)
-    assert [path.name for path in tmp_path.iterdir()] == [tables.SAVED]

@@ -1,8 +1,8 @@
-"""Tables of docs/sessions.md: whole requests, conversations, saved sessions, and clients of a server."""
+"""Tables of docs/sessions.md: whole requests, conversations, and clients of a server."""
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
-FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
+FILE, CPU_FILE = "requests_h200.jsonl", "requests_cpu.jsonl"
 CONVERSATION = "conversation_{machine}.jsonl"
 SERVING_FILE = "serving_{machine}.jsonl"
 _SERVING_H100 = SERVING_FILE.format(machine="h100")
@@ -38,14 +38,6 @@ def _table(file: str, command: str) -> Table:
     return Table(file, make, command)
 
 
-_DISK: Columns = {
-    "": "{what}", "MiB": lambda row: f"{row['bytes'] / 2**20:,.0f}", "s": "{seconds:.2f}",
-    "the same bytes": "{raw}", "its s": "{raw_seconds:.2f}", "ratio": "**{ratio:.2f}**",
-}  # fmt: skip
-_DISK_NOTE = (
-    "{tokens:,} tokens of Llama-3.1-8B's shape, cache on the CPU; {hardware}, medians of {runs} runs in "
-    "turns, files flushed and dropped from the page cache. "
-)
 SERVING: Columns = {
     "server": "{part}", "clients": "{clients}", "prompt, tokens": "{prompt_tokens:,}",
     "**tokens/s**": "**{tokens_per_second:,.1f}**",
@@ -99,7 +91,4 @@ TABLES = {
     ),
     "requests": _table(FILE, _COMMAND),
     "requests_cpu": _table(CPU_FILE, f"{_COMMAND} --pair"),
-    "saved_sessions": Table(
-        SAVED, listing(_DISK, caption=noted(_DISK_NOTE, SAVED)), "python -m scripts.benchmarks saved_sessions"
-    ),
 }

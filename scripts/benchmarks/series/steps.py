@@ -189,7 +189,6 @@ CPU = (
     _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
-    _bench("saved-sessions", "saved_sessions", 5),
     _bench("conversation-cpu", "conversation", 15, tiny=None),
     _bench(
         "never-slower-cpu",
