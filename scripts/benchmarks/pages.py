@@ -114,10 +114,6 @@ PAGES = {
         Section("Stages", "sequence_parallel", picture="sequence_parallel_projection.png"),
         Section("Whole decoding", "sequence_parallel_texts"),
     )),
-    "branching.md": Page("Texts that branch", "../branching.md#workloads", (
-        Section("Decoding", "tree_workloads_decoding"),
-        Section("Attention alone", "tree_workloads_attention"),
-    )),
     "kernels.md": Page("Kernels", "../kernel.md", (
         Section("Tree attention beside its peers", "tree_attention_cells", picture="tree_attention_h200.png"),
         Section("Layouts of the cache", "tree_attention_layouts"),

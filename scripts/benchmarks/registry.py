@@ -99,11 +99,6 @@ BENCHMARKS = {
         "tree attention beside its peers",
         "tree_attention_h200.jsonl",
     ),
-    "workloads": Benchmark(
-        "benchmarks.workloads.run",
-        "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
-        "tree_workloads_{machine}.jsonl",
-    ),
     "paper": Benchmark(
         "benchmarks.paper.run",
         "the tables of TriForce's paper with any pair: docs/benchmarks.md",

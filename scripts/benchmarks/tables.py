@@ -23,7 +23,6 @@ from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
-from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from triforce_tree.bench.tables import grid
 from triforce_tree.runtime.files.writing import replace_file
@@ -77,7 +76,7 @@ TABLES = {
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
-    **requests.TABLES, **workloads.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES,
+    **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES,
     **front.TABLES,
 }  # fmt: skip
 

@@ -4,7 +4,7 @@
     python -m scripts.benchmarks series --texts texts.json.xz --out results
     python -m scripts.benchmarks series --texts texts.json.xz --out results --seconds 560 --only exact
     python -m scripts.benchmarks series --device cpu --out results                  # what a CPU measures
-    python -m scripts.benchmarks series --tiny --only exact workloads               # on any machine
+    python -m scripts.benchmarks series --tiny --only exact prefill                 # on any machine
 
 Each step is a command of its own, whose output goes to OUT/logs. OUT/series.json lists the steps that are
 done, each with its commit: the same command continues with the other steps, and repeats those of another

@@ -127,7 +127,6 @@ GPU = (
         tiny="--kinds documentation --contexts 260 --temperatures 0 --new-tokens 8 --ways chain",
     ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
-    _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
     _bench("serving", "serving", 40, tiny="--text python-topics"),
     _bench(
         "conversation",

@@ -118,6 +118,44 @@ def test_random_trees(
         torch.testing.assert_close(lse, expected_lse[0].T, atol=3e-3, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "common, leaves, longest",
+    [(200, 5, 20), pytest.param(4000, 20, 200, marks=pytest.mark.gpu)],
+    ids=["short", "long"],
+)
+def test_leaves_after_a_long_text(common: int, leaves: int, longest: int) -> None:
+    """Heads of Llama-3.1-8B, with the kernel's own configuration."""
+    triton_ops.require_triton()
+    from triforce_tree.kernels.attention.blocks import launch
+
+    heads, page, device = Heads(32, 8, 128), 64, torch.device(triton_ops.DEVICE)
+    # The interpreter has no bfloat16.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    lengths = [common, *(random.randint(1, longest) for _ in range(leaves))]
+    segments = [Segment(0, common, 0, 0, leaves)]
+    segments += [Segment(node, lengths[node], 0, node - 1, 1) for node in range(1, leaves + 1)]
+    counts = [-(-length // page) for length in lengths]
+    firsts = [0, *accumulate(counts)]
+    pages = [[*range(first, first + n)] for first, n in zip(firsts, counts, strict=False)]
+    sizes = leaves, len(segments), 2 * leaves, 0, firsts[-1], page
+    plan = BlockPlan(heads, *sizes, device=device, dtype=dtype)
+    plan.set(segments, pages)
+    k, v = (torch.full((firsts[-1] * page, 8, 128), torch.nan, dtype=dtype) for _ in range(2))
+    q, expected = torch.randn(leaves, 32, 128).to(dtype), []
+    slots = [torch.arange(n) + first * page for n, first in zip(lengths, firsts, strict=False)]
+    for own in slots:
+        k[own], v[own] = torch.randn(2, len(own), 8, 128).to(dtype)
+    nothing = torch.ones(1, 0, dtype=torch.bool)
+    for leaf, own in enumerate(slots[1:]):
+        keys, values = (t[torch.cat([slots[0], own])].transpose(0, 1)[None].float() for t in (k, v))
+        out, _ = reference.tree_attention(q[None, leaf, :, None].float(), keys, values, nothing, scale=0.1)
+        expected.append(out[0, :, 0])
+    kv = [t.unflatten(0, (-1, page)).transpose(1, 2).contiguous().to(device) for t in (k, v)]
+    with poisoned_memory():
+        out, _ = launch.run(q.to(device), *kv, plan, scale=0.1)
+    torch.testing.assert_close(out.float().cpu(), torch.stack(expected), atol=2e-2, rtol=2e-2)
+
+
 def test_bad_sizes_are_refused() -> None:
     device, heads = torch.device("cpu"), Heads(2, 1, 16)
     with pytest.raises(ValueError, match=r"40000 queries exceed 32767, the most of one plan"):
