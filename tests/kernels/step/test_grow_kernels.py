@@ -39,15 +39,12 @@ def test_begin_tree(batch, widths, ops) -> None:
 )
 @pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
-@pytest.mark.parametrize(
-    "block, walked", [(8192, 16384), (32, 16384), (32, 16)], ids=["one block", "several blocks", "slices"]
-)
-def test_expand_nodes(shape, exponential, ties, block, walked, ops, monkeypatch) -> None:
+@pytest.mark.parametrize("slices, merged", [(1, 8192), (6, 8192), (32, 64)], ids=["one", "six", "few keys"])
+def test_expand_nodes(shape, exponential, ties, slices, merged, ops, monkeypatch) -> None:
     from triforce_tree.kernels.step import grow_kernels
 
-    monkeypatch.setattr(grow_kernels, "_BLOCK", block)
-    monkeypatch.setattr(grow_kernels, "_WALKED", walked)
-    monkeypatch.setattr(grow_kernels, "_SLICES", 6)
+    monkeypatch.setattr(grow_kernels, "_MERGED", merged)
+    monkeypatch.setattr(grow_kernels, "_SLICES", slices)
     for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
         problem = grow_cases.expansion(*shape, dtype, exponential, DEVICE, temperature, ties)
         step_cases.agree(problem, ops)
@@ -83,8 +80,8 @@ def test_slices_share_ties_and_may_be_empty(vocab, count, exponential, ops, monk
     from triforce_tree.kernels.step import grow_kernels
 
     problem = grow_cases.scattered(2, 3, vocab, count, exponential, DEVICE)
+    monkeypatch.setattr(grow_kernels, "_SLICES", 1)
     whole = problem.run(ops.expand_nodes, problem.copied())
-    monkeypatch.setattr(grow_kernels, "_WALKED", 16)
     for slices in (1, 3, 7):
         monkeypatch.setattr(grow_kernels, "_SLICES", slices)
         step_cases.agree(problem, ops)
@@ -95,7 +92,7 @@ def test_slices_share_ties_and_may_be_empty(vocab, count, exponential, ops, monk
 @runs_kernels
 @pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 def test_expand_nodes_of_a_long_vocabulary(exponential, ops) -> None:
-    """Just too long for one program, with the sizes that a GPU has: 17 slices, the last of a single token."""
+    """With the sizes that a GPU has: 17 slices, the last of a single token."""
     vocab = 16385
     step_cases.agree(grow_cases.expansion(1, 2, vocab, 3, HALF, exponential, DEVICE, 0.7), ops)
     logits = torch.arange(vocab, device=DEVICE).remainder(1000).float()[None, None]

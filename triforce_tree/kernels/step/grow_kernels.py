@@ -1,7 +1,6 @@
 """Triton kernels of ``grow.expand_nodes``: softmax, and the most probable tokens or draws of frontier nodes.
 
-For a short vocabulary, one launch has a program for every node, which reads the vocabulary twice. For a long
-vocabulary, two launches have a program for every slice of it. The first launch sums exponentials. In the
+Two launches have a program for every slice of the vocabulary. The first launch sums exponentials. In the
 second launch each program finds the largest keys of its slice, and the last program of a node to end merges
 them.
 
@@ -17,22 +16,17 @@ from torch import Tensor
 from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.grow import empty_draws
 
-# Most tokens of a block, and of each of its warps.
+# Most tokens of a slice, and of each of its warps.
 _BLOCK = 8192
 _WARP = 512
-# Longest vocabulary of one program, and number of slices of a longer vocabulary (more if a block cannot hold
-# one).
-_WALKED, _SLICES = 16384, 32
-# Most keys that a program merges; with more draws, one program reads the whole vocabulary.
-_MERGED = 8192
+# Number of slices, fewer where a node has so many draws that more than ``_MERGED`` keys would be merged, and
+# more where a slice cannot hold its tokens.
+_SLICES, _MERGED = 32, 8192
 # Lower than the logits of tokens; -inf would give NaN in blocks without tokens.
 _FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
-_REMOVED = tl.constexpr(-2)
-# Up to this many draws of a node are sorted by comparing every pair.
-_PAIRWISE = tl.constexpr(64)
 
 
 @triton.jit
@@ -70,86 +64,6 @@ def _weight(logit, top, inverse_temperature):
     which a token has that the draft lacks.
     """
     return tl.exp((logit - top) * inverse_temperature)
-
-
-@triton.jit
-def _expand_kernel(
-    draws_ptr,  # int64 [B, F, K]
-    ranks_ptr,  # fp32 [B, F, K]
-    probs_ptr,  # fp32 [B, F, V] with strides
-    logits_ptr,  # [B, F, V] with strides
-    temperature_ptr,  # fp32 [B], or None
-    noise_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
-    probs_b,
-    probs_f,
-    logits_b,
-    logits_f,
-    noise_b,
-    noise_f,
-    frontier,
-    vocab,
-    count,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    sequence, node = row // frontier, row % frontier
-    logits_ptr += sequence * logits_b + node * logits_f
-    probs_ptr += sequence * probs_b + node * probs_f
-    # If tokens are drawn, a second program finds the largest probabilities. Both operands of the masks below
-    # are blocks, because Triton's interpreter cannot combine a block with a scalar.
-    part = tl.program_id(1)
-    inverse_temperature = _inverse(temperature_ptr, sequence)
-
-    top = tl.full([BLOCK], _FLOOR, tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        logit = _logits(logits_ptr, start, vocab, BLOCK)
-        higher = tl.maximum(top, logit)
-        mass = mass * _weight(top, higher, inverse_temperature) + _weight(logit, higher, inverse_temperature)
-        top = higher
-    most = tl.max(top, 0)
-    share = 1.0 / tl.sum(mass * _weight(top, most, inverse_temperature), 0)
-
-    # ``keys`` holds the largest keys so far, unordered. Empty entries are negative; entries from K on never
-    # change.
-    entry = tl.arange(0, BLOCK_K)
-    keys = tl.where(entry < count, -1 - entry.to(tl.int64), FIRST)
-    least_key = tl.min(keys, 0)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = token < vocab
-        drawing = inside & (token * 0 + part == 0)
-        prob = _weight(_logits(logits_ptr, start, vocab, BLOCK), most, inverse_temperature) * share
-        tl.store(probs_ptr + token, prob, mask=drawing)
-        if noise_ptr is not None:
-            at = noise_ptr + sequence * noise_b + node * noise_f + token
-            prob = tl.div_rn(prob, tl.load(at, mask=drawing, other=1.0))
-        bits = tl.where(inside, bits_of(prob), _REMOVED)
-        best = tl.max(bits, 0)
-        best_token = tl.min(tl.where(bits == best, token, 2147483647), 0)
-        key = rank_key(best, best_token)
-        while key > least_key:
-            keys = tl.where(keys == least_key, key, keys)
-            least_key = tl.min(keys, 0)
-            bits = tl.where(token == best_token, _REMOVED, bits)
-            best = tl.max(bits, 0)
-            best_token = tl.min(tl.where(bits == best, token, 2147483647), 0)
-            key = rank_key(best, best_token)
-
-    keys = tl.where(entry < count, keys, LAST)
-    if BLOCK_K <= _PAIRWISE:
-        rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-        token, number = _unpacked(keys, noise_ptr is not None)
-        out = row * count + rank
-        tl.store(draws_ptr + out, token, mask=(entry < count) & (entry * 0 + part == 0))
-        if noise_ptr is None:
-            tl.store(ranks_ptr + out, number, mask=entry < count)
-        else:
-            tl.store(ranks_ptr + out, number, mask=(entry < count) & (entry * 0 + part == 1))
-    else:
-        out = row * count
-        _write_largest(draws_ptr + out, ranks_ptr + out, keys, count, part, noise_ptr is not None)
 
 
 @triton.jit
@@ -202,12 +116,12 @@ def _sum_kernel(
 
 @triton.jit
 def _slice_kernel(
-    draws_ptr,  # this and the next five are as in ``_expand_kernel``
-    ranks_ptr,
-    probs_ptr,
-    logits_ptr,
-    temperature_ptr,
-    noise_ptr,
+    draws_ptr,  # int64 [B, F, K]
+    ranks_ptr,  # fp32 [B, F, K]
+    probs_ptr,  # fp32 [B, F, V] with strides
+    logits_ptr,  # [B, F, V] with strides
+    temperature_ptr,  # fp32 [B], or None
+    noise_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
     key_ptr,  # int64 [R, 2 or 1, S, K], scratch: largest keys of a slice
     top_ptr,  # fp32 [R, S]
     mass_ptr,  # fp32 [R, S]
@@ -227,7 +141,8 @@ def _slice_kernel(
 ):
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, node = row // frontier, row % frontier
-    # As in ``_expand_kernel``, part 1 finds the largest probabilities if tokens are drawn.
+    # If tokens are drawn, part 1 finds the largest probabilities. Both operands of the masks below are
+    # blocks, because Triton's interpreter cannot combine a block with a scalar.
     slices, part = tl.num_programs(1), tl.program_id(2)
     token = own * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -276,21 +191,11 @@ def expand_nodes(
         exponential = exponential.contiguous()
     draws, by_rank = empty_draws(logits, count)
     rows, parts = batch * frontier, 1 if exponential is None else 2
-    given = draws, by_rank, probs, logits, temperature, exponential
-    sizes = (
-        *probs.stride()[:2], *logits.stride()[:2],
-        *((0, 0) if exponential is None else exponential.stride()[:2]), frontier, vocab, count,
-    )  # fmt: skip
     block = min(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _SLICES)))
+    while block < _BLOCK and triton.cdiv(vocab, block) * count > _MERGED:
+        block *= 2
     slices = triton.cdiv(vocab, block)
     merged = triton.next_power_of_2(slices * count)
-    if vocab <= _WALKED or merged > _MERGED:
-        block = min(_BLOCK, triton.next_power_of_2(vocab))
-        _expand_kernel[(rows, parts)](
-            *given, *sizes,
-            BLOCK=block, BLOCK_K=triton.next_power_of_2(count), **warps(max(1, block // _WARP)),
-        )  # fmt: skip
-        return draws, by_rank
     tops = torch.empty(rows, slices, dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(tops)
     ended = torch.empty(rows, 2, dtype=torch.int32, device=logits.device)
@@ -300,7 +205,9 @@ def expand_nodes(
         BLOCK=block, **warps(max(1, block // _WARP)),
     )  # fmt: skip
     _slice_kernel[(rows, slices, parts)](
-        *given, keys, tops, masses, ended, *sizes,
+        draws, by_rank, probs, logits, temperature, exponential, keys, tops, masses, ended,
+        *probs.stride()[:2], *logits.stride()[:2],
+        *((0, 0) if exponential is None else exponential.stride()[:2]), frontier, vocab, count,
         BLOCK=block, BLOCK_S=triton.next_power_of_2(slices), BLOCK_M=merged,
         **warps(max(1, max(block, merged // 2) // _WARP)),
     )  # fmt: skip
