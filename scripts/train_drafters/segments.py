@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.models.llama.modeling_llama import rotate_half
+
+from triforce_tree.drafters.heads.attention import rotated
 
 # The first does not keep the scores; the second serves sizes that it refuses.
 _ON_GPU = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -79,9 +80,8 @@ class Rotary:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates queries or keys ``[N, H, T, D]`` to positions ``[T]`` or ``[N, T]``."""
-        angles = positions[..., None] * self._frequencies
-        cos, sin = (angle[:, None] if angle.ndim == 3 else angle for angle in (angles.cos(), angles.sin()))
-        return (x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype)
+        angles = torch.atleast_2d(positions)[..., None] * self._frequencies
+        return rotated(x, angles.cos(), angles.sin())
 
 
 class StreamingAttention:

@@ -22,6 +22,7 @@ from triforce_tree.drafters.heads.eagle_layer import EagleLayer
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
+from triforce_tree.models.hf_model import HFModel
 
 LAYERS, SINKS, WINDOW, DEPTHS = 3, 2, 9, 3
 
@@ -75,11 +76,8 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
     for parameter in network.parameters():
         parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).half())
     script("train_drafters.folder").DrafterFolder(tmp_path, {"seed": 0}).save(network, 1.0)
-    layer = EagleLayer(
-        HeadWeights(tmp_path, WEIGHTS, canonical), eagle_format(tmp_path), network.features,
-        target.get_input_embeddings(), target.get_output_embeddings(), target.config.hidden_size,
-        target.config.vocab_size, torch.device("cpu"), torch.float32,
-    )  # fmt: skip
+    weights = HeadWeights(tmp_path, WEIGHTS, canonical)
+    layer = EagleLayer(weights, eagle_format(tmp_path), network.features, HFModel(target))
     tokens = torch.randint(target.config.vocab_size, (2, 40))
     hidden = teacher.states(tokens, network.features)
     cut = segments.Segments(network.cache, torch.tensor([1]), torch.tensor([at]), min(4, 40 - at - DEPTHS))

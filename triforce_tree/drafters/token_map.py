@@ -39,6 +39,24 @@ class TokenMap:
         return cls(torch.where(ids < draft, ids, 0), torch.where(ids < draft, ids, -1))
 
 
+class TargetLogits:
+    """Maps logits over a draft's vocabulary to the target's.
+
+    Args:
+        columns: int64 ``[V_t]``, the index of the draft's logit for each id of the target, -1 if it lacks it.
+        device: device of the logits.
+    """
+
+    def __init__(self, columns: Tensor, device: torch.device) -> None:
+        self._columns, self._absent = columns.clamp_min(0).to(device), (columns < 0).to(device)
+        self.nbytes = self._columns.nbytes + self._absent.nbytes
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Returns logits over the target's vocabulary, fp32 ``[..., V_t]``."""
+        # fp16 cannot represent ABSENT.
+        return logits.index_select(-1, self._columns).float().masked_fill_(self._absent, ABSENT)
+
+
 class Forwards(Protocol):
     """The protocol of a model's forward, see :class:`~triforce_tree.models.step_model.StepModel`."""
 
@@ -75,8 +93,7 @@ class MappedModel:
     def __init__(self, model: Forwards, tokens: TokenMap) -> None:
         self._forwards, self.model, self.capturable = model, model.model, model.capturable
         self._inputs = tokens.inputs.to(model.device)
-        self._columns = tokens.proposals.clamp_min(0).to(model.device)
-        self._absent = (tokens.proposals < 0).to(model.device)
+        self._target_logits = TargetLogits(tokens.proposals, model.device)
 
     @property
     def device(self) -> torch.device:
@@ -91,6 +108,4 @@ class MappedModel:
         states: RecurrentPass | None = None,
     ) -> Tensor:
         """Returns logits, fp32 ``[B, T, V_t]``, of int64 ``[B, T]`` target ids; see ``StepModel``."""
-        logits = self._forwards(self._inputs[tokens], positions, attend, last, states)
-        # fp16 cannot represent ABSENT.
-        return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)
+        return self._target_logits(self._forwards(self._inputs[tokens], positions, attend, last, states))

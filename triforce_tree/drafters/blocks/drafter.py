@@ -15,8 +15,8 @@ from triforce_tree.drafters.blocks.reference import check_network
 from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.ring import Ring, RingDrafter
-from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.registry import WEIGHTS
+from triforce_tree.drafters.token_map import TargetLogits
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -108,9 +108,9 @@ class BlockDrafter(RingDrafter):
             format, size, target.vocab_size, self._weights, target.device, target.dtype
         )
         drafted = target.vocab_size if network.lm_head is None else len(network.lm_head.weight)
-        self._vocabulary: DraftVocabulary | None = None
+        self._vocabulary: TargetLogits | None = None
         if "d2t" in self._weights or drafted != target.vocab_size:
-            self._vocabulary = DraftVocabulary(self._weights, drafted, target.vocab_size, target.device)
+            self._vocabulary = self._weights.vocabulary(drafted, target.vocab_size, target.device)
         # Checkpoints may hold copies of the target's matrices.
         shared = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         if _equal(network.lm_head, shared[1]):
@@ -205,7 +205,7 @@ class BlockDrafter(RingDrafter):
                 own, states = head(logits[:, depth], hidden[:, depth], tokens, states)
                 own = broadcast_tensor(own.contiguous())
             if self._vocabulary is not None:
-                own = self._vocabulary.target_logits(own)
+                own = self._vocabulary(own)
             growth.place(depth, own, state, tree, sampler)
 
     def _slots(self, newest: Tensor) -> Tensor:

@@ -20,19 +20,14 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from triforce_tree.drafters.heads.published import check_field, layers_of
+from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, layers_of
 from triforce_tree.drafters.registry import CONFIG, MASK_EMBEDDING, MUSE, settings
 
-# Fields that change nothing in the computation, or only repeat what other fields or the tensors say. The
-# confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
-_WITHOUT_EFFECT = frozenset([
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
-    "confidence_head_alpha", "confidence_head_with_markov", "draft_vocab_size", "dtype",
-    "embed_requires_grad", "enable_confidence_head", "eos_token_id", "initializer_range", "mask_token",
-    "max_window_layers", "model_type", "num_anchors", "pad_token_id", "pretraining_tp", "speculators_config",
-    "speculators_version", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
-    "vocab_size",
-])  # fmt: skip
+# The confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
+_WITHOUT_EFFECT = WITHOUT_EFFECT | {
+    "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head", "mask_token",
+    "num_anchors",
+}  # fmt: skip
 _PARTS = ("dflash_config", "transformer_layer_config")
 # Fields of the decoder layers that z-lab's and DeepSpec's layouts must name.
 _SIZES = (

@@ -28,7 +28,7 @@ class Eagle3(PairDrafter):
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__("eagle3", self._for_target, **options)
+        super().__init__("eagle3", self._network, **options)
         self.folder = Path(folder)
         self.format = eagle_format(self.folder)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
@@ -45,13 +45,8 @@ class Eagle3(PairDrafter):
                 f"to at most {trained - self.sinks - self._depth}"
             )
 
-    def _for_target(self, target: HFModel) -> EagleLayer:
-        model = target.model
-        return EagleLayer(
-            self._weights, self.format, self._feature_layers(target.layers), model.get_input_embeddings(),
-            model.get_output_embeddings(), model.config.get_text_config(decoder=True).hidden_size,
-            target.vocab_size, target.device, target.dtype,
-        )  # fmt: skip
+    def _network(self, target: HFModel) -> EagleLayer:
+        return EagleLayer(self._weights, self.format, self._feature_layers(target.layers), target)
 
     def _feature_layers(self, layers: int) -> tuple[int, ...]:
         """Returns the layers whose outputs are fused.

@@ -13,26 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.drafters.heads.published import check_field, layers_of
+from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, layers_of
 from triforce_tree.drafters.registry import CONFIG, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
 # that a configuration leaves out have the family's defaults.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Fields that change nothing in the computation, or only repeat what the tensors say.
-_WITHOUT_EFFECT = frozenset([
-    "_name_or_path", "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id",
-    "draft_vocab_size", "dtype", "embed_requires_grad", "eos_token_id", "initializer_range",
-    "max_position_embeddings", "max_window_layers", "model_type", "pad_token_id", "pretraining_tp",
-    "speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings",
-    "torch_dtype", "transformers_version", "use_cache", "vocab_size",
-])  # fmt: skip
 _READ = frozenset([
     "eagle_aux_hidden_state_layer_ids", "eagle_config", "head_dim", "hidden_size", "intermediate_size",
     "layer_types", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
     "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size", "transformer_layer_config",
     "use_sliding_window", *_SWITCHES,
+    # The tensors say which biases there are. No frequency depends on the length that was trained.
+    "attention_bias", "max_position_embeddings", "speculators_model_type",
 ])  # fmt: skip
 # Names of the mask token of P-EAGLE heads.
 _PARALLEL = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -98,7 +92,7 @@ def eagle_format(folder: Path) -> EagleFormat:
     if kind != "eagle3":
         raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
     for name, value in {**config, **fields}.items():
-        check_field(folder, name, value, _WITHOUT_EFFECT | _READ, _FIXED)
+        check_field(folder, name, value, WITHOUT_EFFECT | _READ, _FIXED)
     inner: Any = config.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise ValueError(

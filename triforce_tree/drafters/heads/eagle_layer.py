@@ -12,9 +12,9 @@ from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
 from triforce_tree.drafters.heads.eagle_reference import reference_logits
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.heads.published import difference
-from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
-from triforce_tree.drafters.token_map import ABSENT
+from triforce_tree.drafters.heads.published import check_equal
+from triforce_tree.drafters.token_map import ABSENT, TargetLogits
+from triforce_tree.models.hf_model import HFModel
 
 
 class EagleLayer:
@@ -24,10 +24,7 @@ class EagleLayer:
         weights: tensors by their names in the layout of SafeAILab/EAGLE.
         format: the configuration.
         inputs: the hidden states of the target that are fused, see ``PairNetwork``.
-        embeddings: the target's input embeddings, used if ``weights`` has none.
-        head: the target's language model head, used if ``weights`` has none.
-        size, vocabulary: the target's hidden size and vocabulary size.
-        device, dtype: device and dtype of the computation.
+        target: has the embeddings and the language model head that are used if ``weights`` has none.
 
     Attributes:
         The attributes are those of ``PairNetwork`` in ``heads/pairs.py``, with one layer.
@@ -42,19 +39,11 @@ class EagleLayer:
     capturable = True
 
     def __init__(
-        self,
-        weights: HeadWeights,
-        format: EagleFormat,
-        inputs: tuple[int, ...],
-        embeddings: nn.Module,
-        head: nn.Module,
-        size: int,
-        vocabulary: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, weights: HeadWeights, format: EagleFormat, inputs: tuple[int, ...], target: HFModel
     ) -> None:
         self.format, llama, folder = format, format.layer, weights.folder
-        self.inputs, self.dtype, features = inputs, dtype, len(inputs)
+        self.inputs, self.dtype, features, device = inputs, target.dtype, len(inputs), target.device
+        size = target.model.config.get_text_config(decoder=True).hidden_size
         if any("kv_a_proj" in name for name in weights):
             raise ValueError(
                 f"the layer of the head in {str(folder)!r} has multi-head latent attention (MLA), which is "
@@ -68,7 +57,7 @@ class EagleLayer:
         held: dict[str, int] = {}
 
         def get(name: str, *shape: int) -> Tensor:
-            weight = weights.take(name, *shape).to(device, dtype)
+            weight = weights.take(name, *shape).to(device, target.dtype)
             held[name] = weight.nbytes
             return weight
 
@@ -117,14 +106,24 @@ class EagleLayer:
             norm(f"{layer}hidden_norm.weight"),
         )
         self.mlp_norm, self.norm = norm(f"{layer}post_attention_layernorm.weight"), norm("norm.weight")
-        self._embed(weights, own, size, vocabulary, embeddings, get)
-        self._vocabulary(weights, own, size, vocabulary, head, get)
+        self._embeddings: Any = target.model.get_input_embeddings()
+        if "embed_tokens.weight" in weights or own != size:
+            table = get("embed_tokens.weight", target.vocab_size, own)
+            self._embeddings = lambda ids: F.embedding(ids, table)
+        shared = target.model.get_output_embeddings()
+        self._head: Any = shared
+        self._drafted: TargetLogits | None = None
+        if "lm_head.weight" in weights or own != size:
+            drafted = -1 if "d2t" in weights else target.vocab_size
+            head = get("lm_head.weight", drafted, own)
+            self._head = lambda x: F.linear(x, head)
+            if drafted < 0:
+                self._drafted = weights.vocabulary(len(head), target.vocab_size, device)
         weights.refuse_unused(("t2d",))
-        self.weight_bytes = sum(held.values())
-        self.weight_bytes += 0 if self._drafted is None else self._drafted.nbytes
+        self.weight_bytes = sum(held.values()) + (0 if self._drafted is None else self._drafted.nbytes)
         self._rotary = LlamaRotaryEmbedding(llama).to(device)
-        tokens = torch.arange(3, device=device)[None] % vocabulary
-        self._check(weights, tokens, size, None if "lm_head.weight" in weights else head)
+        tokens = torch.arange(3, device=device)[None] % target.vocab_size
+        self._check(weights, tokens, size, shared if self._head is shared else None)
 
     @torch.no_grad()
     def _check(self, weights: HeadWeights, tokens: Tensor, size: int, head: nn.Module | None) -> None:
@@ -149,36 +148,10 @@ class EagleLayer:
         ours = self.logits(normed)[0, -1].float().cpu()
         plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
         if self._drafted is not None:
-            plain = self._drafted.target_logits(plain.to(device)).cpu()
+            plain = self._drafted(plain.to(device)).cpu()
             kept = plain > ABSENT
             ours, plain = ours[kept], plain[kept]
-        if error := difference(ours, plain, self.dtype):
-            raise RuntimeError(
-                f"the head in {str(weights.folder)!r} computes logits that differ from those of the plain "
-                f"reference by {error:.1%}; please report this with the head's config.json"
-            )
-
-    def _embed(
-        self, weights: HeadWeights, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any
-    ) -> None:
-        self._embeddings: Any = shared
-        if "embed_tokens.weight" in weights or own != size:
-            table = get("embed_tokens.weight", vocabulary, own)
-            self._embeddings = lambda ids: F.embedding(ids, table)
-
-    def _vocabulary(
-        self, weights: HeadWeights, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any
-    ) -> None:
-        self._head: Any = shared
-        self._drafted: DraftVocabulary | None = None
-        if "lm_head.weight" not in weights and own == size:
-            return
-        head = get("lm_head.weight", -1, own)
-        self._head = lambda x: F.linear(x, head)
-        if "d2t" not in weights:
-            get("lm_head.weight", vocabulary, own)
-            return
-        self._drafted = DraftVocabulary(weights, len(head), vocabulary, head.device)
+        check_equal(f"the head in {str(weights.folder)!r} computes logits", ours, plain, self.dtype)
 
     def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the cosines and sines, fp32 ``[count, head_dim]``, of positions 0 to ``count - 1``."""
@@ -233,4 +206,4 @@ class EagleLayer:
     def logits(self, normed: Tensor) -> Tensor:
         """Returns logits ``[B, T, V]`` over the target's vocabulary."""
         logits: Tensor = self._head(normed)
-        return logits if self._drafted is None else self._drafted.target_logits(logits)
+        return logits if self._drafted is None else self._drafted(logits)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from triforce_tree.drafters.token_map import TargetLogits
 from triforce_tree.runtime.files.json_files import read_json
 
 _MOST_NAMED = 8  # tensors in a message
@@ -70,6 +71,27 @@ class HeadWeights:
                 f"{wanted}; give heads that were trained for this target"
             )
         return found
+
+    def vocabulary(self, drafted: int, vocabulary: int, device: torch.device) -> TargetLogits:
+        """Returns the map from logits over a draft vocabulary to the target's, by the tensor ``d2t``: token i
+        of the draft vocabulary has the id i + d2t[i].
+
+        Args:
+            drafted, vocabulary: sizes of the draft vocabulary and of the target's.
+            device: device of the logits.
+
+        Raises:
+            ValueError: ``d2t`` is missing, or does not map to different tokens of the target.
+        """
+        ids = self.take("d2t", drafted).long() + torch.arange(drafted)
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"d2t in {str(self.folder)!r} does not map {drafted} draft tokens to different ones of "
+                f"the target's {vocabulary}; give heads that were trained for this target"
+            )
+        columns = torch.full((vocabulary,), -1)
+        columns[ids] = torch.arange(drafted)
+        return TargetLogits(columns, device)
 
     def refuse_unused(self, without_effect: Sequence[str] = ()) -> None:
         """Raises ValueError if a tensor was never taken: the heads would compute something else than they

@@ -14,6 +14,13 @@ ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of the sequence."""
 MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Relative differences that rounding explains."""
+WITHOUT_EFFECT = frozenset([
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
+    "dtype", "embed_requires_grad", "eos_token_id", "initializer_range", "max_window_layers", "model_type",
+    "pad_token_id", "pretraining_tp", "speculators_config", "speculators_version", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache", "vocab_size",
+])  # fmt: skip
+"""Fields that change nothing in the computation, or only repeat what other fields or the tensors say."""
 # Fields that may have some values only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "hidden_act": lambda value: value in ("silu", "swish"),
@@ -64,7 +71,20 @@ def layers_of(folder: Path, family: str, fields: Mapping[str, Any]) -> Any:
     return layers
 
 
-def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    """Returns the relative difference of two results, 0 if rounding in ``dtype`` explains it."""
+def check_equal(
+    what: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype, reference: str = "the plain reference"
+) -> None:
+    """Compares what a drafter computes with a reference.
+
+    Args:
+        what: says which drafter computes what, for messages.
+
+    Raises:
+        RuntimeError: they differ by more than rounding in ``dtype`` explains.
+    """
     error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-    return 0.0 if error <= MOST_ERROR[dtype] else error
+    if not error <= MOST_ERROR[dtype]:
+        raise RuntimeError(
+            f"{what} that differ from those of {reference} by {error:.1%}; please report this with its "
+            f"{CONFIG}"
+        )

@@ -67,22 +67,18 @@ def _weight(logit, top, inverse_temperature):
 
 
 @triton.jit
-def _unpacked(key, SAMPLED: tl.constexpr):
-    """Returns token and number of a key; the token is -1 if empty, or SAMPLED with probability 0."""
-    token = tl.where(key < 0, -1, _LOW - (key & _LOW))
-    number = tl.where(key < 0, 0, key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    if SAMPLED:
-        token = tl.where(number > 0.0, token, -1)
-    return token, number
-
-
-@triton.jit
 def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexpr):
-    """Writes the largest keys of a node in order: tokens in part 0, probabilities in part 1 (0 if greedy)."""
+    """Writes the largest keys of a node in order: tokens in part 0, probabilities in part 1 (0 if greedy).
+
+    The token is -1 where a key is negative, or SAMPLED with probability 0.
+    """
     for rank in range(count):
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
-        token, number = _unpacked(key, SAMPLED)
+        token = tl.where(key < 0, -1, _LOW - (key & _LOW))
+        number = tl.where(key < 0, 0, key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        if SAMPLED:
+            token = tl.where(number > 0.0, token, -1)
         if part == 0:
             tl.store(draws_ptr + rank, token)
         if part == 1 or not SAMPLED:
