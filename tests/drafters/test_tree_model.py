@@ -20,7 +20,7 @@ from tests.support.models.program_cases import (
 )
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.masked_tree import mask_token
+from triforce_tree.drafters.mask_token import mask_token
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.sequence_state import SequenceState

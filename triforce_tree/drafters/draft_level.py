@@ -6,7 +6,7 @@ from torch import nn
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, check_drafter, shapes_of
-from triforce_tree.drafters.masked_tree import mask_token
+from triforce_tree.drafters.mask_token import mask_token
 from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter

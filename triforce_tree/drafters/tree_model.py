@@ -9,7 +9,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.draft_window import ContinuedWindow, DraftWindow, RecomputedWindow
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.masked_tree import MaskedTree, mask_token
+from triforce_tree.drafters.mask_token import mask_token
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import unpack_mask
@@ -34,8 +34,7 @@ class TreeDrafter(Drafter):
 
     The KV cache of the draft holds the first ``sinks`` tokens and the newest ones (``draft_window``). The
     first forward of each tree processes the newest tokens again, so accepted tokens, bonus tokens and
-    rollbacks need no forwards of their own. A draft with mask tokens grows a tree in one forward
-    (``masked_tree``).
+    rollbacks need no forwards of their own.
 
     Args:
         draft: the draft model.
@@ -70,11 +69,7 @@ class TreeDrafter(Drafter):
         # One verification by the retrieval model adds at most depth + 1 tokens, and one by the target 1 more.
         self.refeed_tokens = deepest + 2
         mask = mask_token(draft, tokens)
-        self.grown: list[GrownTree | MaskedTree]
-        if mask is None:
-            self.grown = [GrownTree(shape, self.refeed_tokens) for shape in self.shapes]
-        else:
-            self.grown = [MaskedTree(shape, self.refeed_tokens, mask) for shape in self.shapes]
+        self.grown = [GrownTree(shape, self.refeed_tokens, mask) for shape in self.shapes]
         self.nodes = max(grown.nodes for grown in self.grown)
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
@@ -124,19 +119,24 @@ class TreeDrafter(Drafter):
 
 
 class GrownTree:
-    """Grows trees of one shape, one forward of the draft model per depth.
+    """Grows trees of one shape with a draft model.
+
+    Without a mask token there is one forward per depth. With one, a single forward reads the newest tokens
+    and mask tokens after them: the output at the root and at each mask token predicts the tokens of one
+    depth, whatever the tokens in between are, so that all nodes of a depth have one distribution.
 
     Args:
         shape: the shape.
         refeed: number of newest tokens of the sequence that the first forward processes; the root is the
             last of them.
+        mask: id of the mask token.
 
     Attributes:
         nodes: number of nodes that the draft model grows, including the root.
     """
 
-    def __init__(self, shape: str | Shape, refeed: int) -> None:
-        self._growth, self._refeed = TreeGrowth(shape), refeed
+    def __init__(self, shape: str | Shape, refeed: int, mask: int | None) -> None:
+        self._growth, self._refeed, self._mask = TreeGrowth(shape), refeed, mask
         self.nodes = self._growth.nodes
 
     def bind(self, store: KVStore, states: DraftedStates | None) -> None:
@@ -148,29 +148,33 @@ class GrownTree:
             states: of recurrent layers; then the positions of tokens are those in the sequence.
         """
         growth, refeed, batch, device = self._growth, self._refeed, store.batch, store.device
-        widths, forwards = growth.shape.widths, growth.depth
+        widths, masks = growth.shape.widths, 0 if self._mask is None else growth.depth - 1
         growth.bind(batch, device)
         self._states, self._branches = states, None
         if states is not None and max(widths) > 1:
-            self._branches = states.tree(self.nodes, forwards)
+            self._branches = states.tree(self.nodes, growth.depth)
+        # The depth of each column of a forward's inputs: the newest tokens, then masks or the tree's nodes.
+        depths = [d + 1 for d, width in enumerate(widths) for _ in range(width)]
+        columns = [*range(1 - refeed, 1), *(depths if self._mask is None else range(1, masks + 1))]
+        # The nodes that each forward after the first processes.
+        later = growth.frontiers[1:] if self._mask is None else []
 
         def buffer(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        # Inputs of the forwards: the newest tokens of the sequence, then the nodes of each depth.
-        self._newest, self._positions = buffer(batch, refeed), buffer(batch, refeed - 1 + self.nodes)
-        depths = [0] + [d + 1 for d, width in enumerate(widths) for _ in range(width)]
-        self._offsets = torch.tensor([*range(1 - refeed, 0), *depths], device=device)
+        self._newest, self._positions = buffer(batch, refeed), buffer(batch, len(columns))
+        self._masked = torch.full((batch, refeed + masks), self._mask or 0, device=device)
+        self._offsets = torch.tensor(columns, device=device)
         # The first KV slot that each forward writes, and its distance from the root's.
-        self._first_slots = buffer(forwards, batch)
-        starts = [nodes.start for nodes in growth.frontiers[1:]]
-        self._first_offsets = torch.tensor([1 - refeed, *starts], device=device)
+        self._first_slots = buffer(1 + len(later), batch)
+        self._first_offsets = torch.tensor([1 - refeed, *(nodes.start for nodes in later)], device=device)
         self._lengths = buffer(batch, dtype=torch.int32)
-        causal = torch.ones(refeed, refeed, dtype=torch.bool).tril()
-        self._views = [TreeAttentionView(store, refeed, mask=causal)]
-        for width, nodes in zip(widths, growth.frontiers[1:], strict=False):
-            tail_depths = [*range(refeed - 1), *(refeed - 1 + d for d in depths[: nodes.stop])]
-            self._views.append(TreeAttentionView(store, width, tail=len(tail_depths), depths=tail_depths))
+        causal = torch.ones(refeed + masks, refeed + masks, dtype=torch.bool).tril()
+        self._views = [TreeAttentionView(store, refeed + masks, mask=causal)]
+        for nodes in later:
+            tail_depths = [refeed - 1 + depth for depth in columns[: refeed - 1 + nodes.stop]]
+            width, tail = nodes.stop - nodes.start, len(tail_depths)
+            self._views.append(TreeAttentionView(store, width, tail=tail, depths=tail_depths))
         for view, first_slot in zip(self._views, self._first_slots, strict=True):
             view.follow(first_slot, self._lengths)
 
@@ -193,6 +197,13 @@ class GrownTree:
             self._newest, self._positions, tree.tokens, self._first_slots, self._lengths,
             state.tokens, state.end, dropped, self._offsets, self._first_offsets,
         )  # fmt: skip
+        if self._mask is not None:
+            self._masked[:, : self._refeed] = self._newest
+            logits = model(self._masked, self._positions, self._views[0], growth.depth)
+            for d, nodes in enumerate(growth.frontiers):
+                shared = logits[:, d : d + 1].expand(-1, nodes.stop - nodes.start, -1)
+                growth.place(d, shared, state, tree, sampler)
+            return
         if self._states is not None:
             self._positions += dropped.clamp_min(0)[:, None]
         for d, nodes in enumerate(growth.frontiers):
