@@ -108,10 +108,14 @@ class GrowingDrafter(Drafter):
     def _choose(self, branching: bool, largest_first: bool) -> None:
         tree, others = self._given
         if tree is None:
-            shapes = DEFAULT_TREES[self.name].shapes(self._deepest, branching)
-            tree, *further = shapes if largest_first else shapes[::-1]
+            default = DEFAULT_TREES[self.name].shapes(self._deepest, branching)
+            tree, *further = default if largest_first else default[::-1]
             others = further if others is None else others
-        self.tree, self.shapes = tree, (tree, *other_shapes(others or ()))
+        shapes = (tree, *other_shapes(others or ()))
+        if shapes == self.shapes:
+            # The buffers of an attached drafter stay.
+            return
+        self.tree, self.shapes = tree, shapes
         self._growths = [TreeGrowth(shape) for shape in self.shapes]
         self._depth = max(growth.depth for growth in self._growths)
         self._nodes = max(growth.nodes for growth in self._growths)
