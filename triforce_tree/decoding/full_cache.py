@@ -16,6 +16,7 @@ from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.marks import Marks, StoredSequences
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.kv.prefill import forward_end
 from triforce_tree.kv.prefix_exchange import PrefixExchange
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
 from triforce_tree.kv.store import KVStore
@@ -303,7 +304,8 @@ class FullCache:
         """
         try:
             last = len(prompt) - 1
-            stop, states, fork = min(start + self.backend.chunk, last), self.states, self._fork_of.get(b, 0)
+            stop, states = forward_end(start, last, self.backend.chunk), self.states
+            fork = self._fork_of.get(b, 0)
             if self.marks is not None and self._exchange is not None and start < fork < stop:
                 stop = fork
             if states is not None:

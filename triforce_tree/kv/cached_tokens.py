@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.prefill import forward_end
 
 Reuse = Literal["none", "chunks", "all"]
 """Which cached tokens a prefill keeps: none; those computed in whole chunks from a prompt's beginning, as the
@@ -41,6 +42,8 @@ class CachedTokens:
         self.whole = [0] * batch
         self.ends: list[list[int]] = [[] for _ in range(batch)]
         self._roots: list[int | None] = [None] * batch
+        # Where the last forward ended of those that compute a sequence from its beginning without a pause.
+        self._steps = [0] * batch
 
     @property
     def lengths(self) -> list[int]:
@@ -56,6 +59,7 @@ class CachedTokens:
         """Records that sequence b is overwritten from position ``count`` on."""
         del self.held[b][count:]
         self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
+        self._steps[b] = min(self._steps[b], count)
         self._roots[b] = None
 
     def take(self, kept: "CachedTokens", lengths: Sequence[int]) -> None:
@@ -65,7 +69,7 @@ class CachedTokens:
             self.held[b], kept.held[b] = kept.held[b], []
             alike = kept.chunk == self.chunk
             self.whole[b], self.ends[b] = (kept.whole[b], kept.ends[b]) if alike else (0, [])
-            self._roots[b] = None
+            self._steps[b], self._roots[b] = self.whole[b], None
 
     def renumber(self, order: Sequence[int]) -> None:
         """Lets sequence ``order[i]`` be sequence i, and drops those that are not in ``order``."""
@@ -73,6 +77,7 @@ class CachedTokens:
         self.held = [self.held[b] for b in order] + [[] for _ in range(rest)]
         self.ends = [self.ends[b] for b in order] + [[] for _ in range(rest)]
         self.whole = [self.whole[b] for b in order] + [0] * rest
+        self._steps = list(self.whole)
         self._roots = [self._roots[b] for b in order] + [None] * rest
 
     def copied(self, b: int, prompt: Sequence[int], count: int, whole: int) -> None:
@@ -83,8 +88,10 @@ class CachedTokens:
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
         """Records that a prefill from ``start`` on has stored all but the last token of a prompt."""
         self.keep(b, start)
-        if start == self.whole[b]:
-            self.whole[b] = (len(prompt) - 1) // self.chunk * self.chunk
+        if start in (self.whole[b], self._steps[b]):
+            while (end := forward_end(start, len(prompt), self.chunk)) < len(prompt):
+                self._steps[b] = start = end
+            self.whole[b] = start // self.chunk * self.chunk
         self.held[b] = list(prompt[:-1])
 
     def begin(self, b: int, prompt: Sequence[int]) -> None:

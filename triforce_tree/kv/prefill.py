@@ -19,6 +19,9 @@ from triforce_tree.runtime.stats import Progress
 
 # Fewest queries of one attention call under a window.
 _BLOCK = 512
+# Tokens of a forward times those before it, at most; it holds for forwards of so many tokens. 4,096 tokens
+# after 49,152 take a quarter of a second with 8 billion parameters on an H100.
+_MOST_SEEN, _LEAST_FORWARD, _LARGE = 4096 * 49_152, 2048, 4096
 
 
 class PromptCache:
@@ -121,6 +124,19 @@ def chunk_tokens(chunk: int | None, device: torch.device) -> int:
     return chunk or (4096 if device.type == "cuda" else 1024)
 
 
+def forward_end(start: int, stop: int, chunk: int) -> int:
+    """Returns where a forward of a prefill ends that begins at position ``start``, at most ``stop``.
+
+    It has ``chunk`` tokens, and half as many wherever they would attend to twice as many: sequences beside it
+    wait for each forward. The position alone decides, so that a prefill with pauses has the same forwards.
+    Whole chunks end at the same positions as without this.
+    """
+    size = chunk
+    while _LEAST_FORWARD < size <= _LARGE and start * size > _MOST_SEEN:
+        size //= 2
+    return min(start + size, stop)
+
+
 def prefill(
     model: HFModel,
     cache: PromptCache,
@@ -134,8 +150,8 @@ def prefill(
 
     Args:
         cache: of the sequence, which holds the first ``start`` tokens.
-        chunk: tokens of a forward.
-        progress: called with the tokens of each chunk.
+        chunk: most tokens of a forward, see :func:`forward_end`.
+        progress: called with the tokens of each forward.
         features: where hidden states are kept for the drafter, if it reads any.
     """
     if features is not None:
@@ -144,10 +160,12 @@ def prefill(
     if features is not None:
         reads = hidden_states(model.running, decoder_layers(model.running), features.layers)
     with reads as hidden:
-        for first in range(start, len(tokens), chunk):
-            part = tokens[first : first + chunk]
+        first = start
+        while first < len(tokens):
+            part = tokens[first : forward_end(first, len(tokens), chunk)]
             model.forward(part, cache, last_only=True, every_state=features is not None)
             if features is not None:
                 features.feed(cache.sequence, first, hidden)
             if progress:
                 progress(len(part))
+            first += len(part)
