@@ -60,7 +60,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--warm-up-tokens", type=not_negative, nargs="+", metavar="N",
         help="tokens of the prompts that are decoded before requests are answered, so that stages are "
-        "prepared; 0 for none; by default 64, and on a GPU --max-batch-tokens too",
+        "prepared; 0 for none; by default 64 on a CPU, and on a GPU --max-batch-tokens or 65,536",
     )  # fmt: skip
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info",
