@@ -412,13 +412,17 @@ class DecodingProgram:
             state.has_nan.copy_(had_nan)
 
     def prepare_shapes(self) -> None:
-        """Makes and captures the stages for trees of shapes that passes may use (:meth:`prepare_shape`).
-
-        Trees of many tokens for many sequences compute so long that they seldom pay.
-        """
-        for number, shape in enumerate(self.shapes):
-            if shape.nodes * self.batch <= _MANY_TOKENS:
+        """Makes and captures the stages of every shape that passes may use (:meth:`prepare_shape`)."""
+        for number in range(len(self.shapes)):
+            if self.allows(number):
                 self.prepare_shape(number)
+
+    def allows(self, number: int) -> bool:
+        """Returns whether passes may use trees of a shape: on a GPU a pass of many tokens for many sequences
+        computes so long that it seldom pays, and its stages take memory.
+        """
+        few = self.shapes[number].nodes * self.batch <= _MANY_TOKENS
+        return number == 0 or self.batch == 1 or few or not self.makes_slowly
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

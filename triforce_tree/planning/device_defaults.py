@@ -44,6 +44,8 @@ _TREE = "best-first:4,4,4,3"
 _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
 _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
+# Beside them for more sequences than so many, whose long proposals compute longer than a pass reads weights.
+_MANY, _TREES_OF_MANY = 8, ("lookup:7",)
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # Most tokens of a sequence in a pass over a chain that ends in a tree: more take another tile of attention.
 # The trees of a batch have no more tokens than the kernels of few rows take.
@@ -201,6 +203,8 @@ def resolve(
     shapes: Sequence[str | Shape] = _CPU_TREES
     if facts.gpu:
         shapes = _GROUPED_TREES if grouped else _GPU_TREES
+        if batch > _MANY:
+            shapes = (*shapes, *_TREES_OF_MANY)
     if not facts.grows_trees:
         shapes = matched_alone(shapes) if facts.takes_matches else ()
     if "tree" in free and (others := _beside(shapes, config, given)):

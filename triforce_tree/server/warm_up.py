@@ -75,8 +75,11 @@ def warm_up(
                 ) from problem
             with engine.generation():
                 program = engine.last_program
-                if program is not None and program.makes_slowly:
-                    program.prepare_shapes()
+                if program is not None:
+                    # Acceptance in a few tokens of one text says little about the texts of clients.
+                    program.learnt.clear()
+                    if program.makes_slowly:
+                        program.prepare_shapes()
 
 
 def _decoded(

@@ -99,10 +99,13 @@ def known_costs(
 
 
 def by_shape(program: DecodingProgram, first: StageCosts) -> list[StageCosts | None]:
-    """Returns the costs with trees of each shape, from those with trees of the first shape."""
+    """Returns the costs with trees of each shape, from those with trees of the first shape; None for shapes
+    that passes may not use.
+    """
     known, *others = program.shapes
     chain, tail = program.chain_nodes, program.tail_tree
-    return [first, *(predicted(first, known, shape, chain, tail) for shape in others)]
+    costs = [predicted(first, known, shape, chain, tail) for shape in others]
+    return [first, *(each if program.allows(number) else None for number, each in enumerate(costs, 1))]
 
 
 def stage_costs(
