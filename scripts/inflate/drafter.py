@@ -1,15 +1,16 @@
-"""Widens a trained drafter beside its target, so that it drafts for the inflated one what it did before.
+"""Widens a trained drafter to the shape of an inflated target, for which it computes the same distributions.
 
-The target's hidden states are then [x; 0], with a constant in dimension d where the vocabulary grows, and the
-head's residual stream is to be such a vector too. The tables of ``pair.py`` hold for the layer; the inputs of
-its attention, an embedding beside a hidden state, and of ``fc``, several hidden states, are blocks of D
-columns. The layers that it reads are those of the new model that hold the small model's.
+The hidden states of an inflated target are [x; 0], where x is the small target's state; if the vocabulary
+grows, the first of the zeros is a constant instead (``pair.py``). The residual stream of the widened drafter
+has the same form, and its matrices are filled by the tables of ``pair.py``. ``fc`` and the attention of an
+EAGLE-3 layer read several vectors beside each other, so each D columns of them are filled like one matrix.
+The widened drafter reads those layers of the inflated target that hold the small target's layers.
 
-Published EAGLE-3 heads for large vocabularies have a language model head of at most 32,000 entries, and so
-has the widened one. Entries after the small vocabulary's cannot be drawn, as in ``pair.py``: the bias of the
-output projection gives dimension d a constant, and the last norm passes on a small part of it, so little that
-it does not grow where the normed state is fed back. A block drafter has the target's head, and the constant
-in the embeddings of its slots.
+Published EAGLE-3 heads of large vocabularies have a language model head of at most 32,000 entries, and so has
+the widened one. Its entries after those of the small vocabulary have a probability of 0: the bias of the
+output projection writes the constant into the residual stream, and their logits are a large negative
+multiple of it. The last norm passes on only a small part of the constant, because the normed state is fed
+back. A block drafter uses the target's language model head, and gets the constant from the embeddings.
 """
 
 import json
@@ -41,7 +42,7 @@ _SHIFT, _PASSED = 2.0**22, 2.0**-8
 def inflate_drafter(
     folder: Path, target: PreTrainedModel, shape: str | Shape, out: Path, seed: int = 0
 ) -> None:
-    """Writes a drafter of another shape with the same function, in bf16.
+    """Writes a drafter of another shape that computes the same distributions, in bf16.
 
     Args:
         folder: a block drafter, or an EAGLE-3 head with the target's whole vocabulary and its embeddings.
