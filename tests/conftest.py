@@ -38,6 +38,7 @@ _SERVER = ("aiohttp", "openai", "prometheus_client", "starlette", "uvicorn")
 # collected.
 NEEDED = {
     "server": _SERVER,
+    "gpu/test_grammar.py": ("xgrammar",),
     "gpu/test_serving.py": _SERVER,
     "grammar": ("jsonschema", "xgrammar"),
     "grammar/test_served.py": _SERVER,
