@@ -85,7 +85,6 @@ def inflate(
     model: PreTrainedModel,
     shape: str | Shape,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
     """Returns a model of another shape that computes the same function, built in place on the device.
@@ -96,7 +95,7 @@ def inflate(
         model: a LlamaForCausalLM; it is only read.
         shape: no smaller than the model's in any respect, its head_dim a multiple of the model's. A
             vocabulary larger than the model's needs a larger hidden size too.
-        device, dtype: of the new model; the model's own by default.
+        device: of the new model; the model's own by default.
         seed: of the free entries; they are reproducible on the same kind of device.
 
     Returns:
@@ -111,7 +110,7 @@ def inflate(
     config = _config(small.config, shape)
     with torch.device("meta"):
         big: LlamaForCausalLM = AutoModelForCausalLM.from_config(
-            config, dtype=dtype or small.dtype, attn_implementation=small.config._attn_implementation
+            config, dtype=small.dtype, attn_implementation=small.config._attn_implementation
         )
     device = torch.device(device or small.device)
     big.to_empty(device=device)
@@ -134,7 +133,6 @@ def inflate_two(
     draft: PreTrainedModel,
     shape: str | Shape,
     draft_shape: str | Shape = "llama-68m",
-    device: str | torch.device | None = None,
     seed: int = 0,
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """Returns a target and its draft, inflated; the draft's vocabulary is that of the target's shape.
@@ -142,9 +140,9 @@ def inflate_two(
     Raises:
         ValueError: the target or the draft does not fit into its shape.
     """
-    big = inflate(target, shape, device, seed=seed)
+    big = inflate(target, shape, seed=seed)
     own = Shape.parse(draft_shape) if isinstance(draft_shape, str) else draft_shape
-    return big, inflate(draft, replace(own, vocabulary=big.config.vocab_size), device, seed=seed)
+    return big, inflate(draft, replace(own, vocabulary=big.config.vocab_size), seed=seed)
 
 
 def inflate_pair(

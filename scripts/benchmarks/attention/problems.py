@@ -5,17 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.timing import median_us, read_bandwidth
+from scripts.benchmarks.common.timing import median_us
 from triforce_tree.kernels.attention.plan import Heads
 
 KV = list[tuple[Tensor, Tensor]]
 
-L2_BYTES = 60 * 2**20
-# On a CPU, copies together exceed caches of this size, or there are so many. Filling more copies would take
-# longer than the calls. Smaller problems are measured from the cache.
-_CPU_CACHE_BYTES, _CPU_COPIES = 16 * 2**20, 8
+_L2_BYTES = 60 * 2**20
 # The size of the matrices by which the rate of products is measured.
-_PRODUCT = {"cuda": 8192, "cpu": 1024}
+_PRODUCT = 8192
 
 
 @dataclass(frozen=True)
@@ -79,42 +76,26 @@ def tree_mask(size: int, device: torch.device | str = "cuda") -> Tensor:
     return mask.to(device)
 
 
-def copies_of(size: int, device: torch.device) -> int:
-    """Returns how many copies of ``size`` bytes together exceed the cache; on a CPU at most a few."""
-    if device.type == "cuda":
-        return max(2, -(-4 * L2_BYTES // size))
-    return min(_CPU_COPIES, max(2, -(-4 * _CPU_CACHE_BYTES // size)))
-
-
-def random_kv(
-    cell: Cell,
-    layout: str = "heads",
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> KV:
-    """Returns copies of K and V ``[B, H_kv, S, D]`` that together exceed the cache."""
+def random_kv(cell: Cell, layout: str = "heads") -> KV:
+    """Returns copies of K and V ``[B, H_kv, S, D]`` that together exceed the L2 cache."""
     shape = (cell.batch, cell.kv_heads, cell.rows, cell.dim)
     if layout == "rows":
         shape = (cell.batch, cell.rows, cell.kv_heads, cell.dim)
 
     def one() -> Tensor:
-        made = torch.randn(shape, dtype=dtype, device=device)
+        made = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         return made.transpose(1, 2) if layout == "rows" else made
 
-    return [(one(), one()) for _ in range(copies_of(cell.bytes, torch.device(device)))]
+    return [(one(), one()) for _ in range(max(2, -(-4 * _L2_BYTES // cell.bytes)))]
 
 
-def measure_ceilings(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Ceilings:
-    """Measures the read bandwidth by a large sum, and the rate of a large product in ``dtype``."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        from scripts.benchmarks.attention.read_kernel import read_rate
+def measure_ceilings() -> Ceilings:
+    """Measures the read bandwidth by a large sum, and the rate of a large product in bf16."""
+    from scripts.benchmarks.attention.read_kernel import read_rate
 
-        rate = read_rate(device)
-    else:
-        rate = read_bandwidth(device)
-    size = _PRODUCT["cuda" if device.type == "cuda" else "cpu"]
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    device = torch.device("cuda")
+    rate = read_rate(device)
+    a, b = (torch.randn(_PRODUCT, _PRODUCT, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
     took = median_us([lambda: torch.matmul(a, b, out=product)], device)
-    return Ceilings(rate, 2 * size**3 / took * 1e6)
+    return Ceilings(rate, 2 * _PRODUCT**3 / took * 1e6)

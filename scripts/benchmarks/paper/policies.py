@@ -24,13 +24,15 @@ def newest(
     table[..., :slots] = first.index_fill(0, first.new_zeros(1), 0).t()[:, None].int()
 
 
-class _Static:
-    """Selects by scores of chunks that do not change; chunks without a score are above all others."""
+class _ByScore:
+    """Selects by scores of chunks; chunks without a score are above all others."""
 
     capturable = False
     needs_context = True
 
-    def scores(self, q: Tensor, means: Tensor, limit: Tensor, scale: float, layer: int) -> Tensor:
+    def scores(
+        self, q: Tensor, means: Tensor, keys: Tensor, limit: Tensor, scale: float, layer: int
+    ) -> Tensor:
         """Returns ``[B, H, C']`` of the first C' chunks."""
         raise NotImplementedError
 
@@ -46,7 +48,7 @@ class _Static:
         layer: int,
         keys: Tensor,
     ) -> None:
-        scores = self.scores(q, means, limit, scale, layer)
+        scores = self.scores(q, means, keys, limit, scale, layer)
         full = scores.new_full(means.shape[:3], torch.finfo(scores.dtype).max)
         full[..., : scores.shape[2]] = scores
         select_by(full, limit, table, slots)
@@ -58,7 +60,7 @@ def select_by(scores: Tensor, limit: Tensor, table: Tensor, slots: int) -> None:
     step.select_chunks(one, scores[..., None].contiguous(), limit, table, slots, 1.0)
 
 
-class OneBuild(_Static):
+class OneBuild(_ByScore):
     """TriForce (arXiv 2404.11912, section 4.1): mean keys by the query of the first root, and never again.
 
     Tokens generated later stay in the cache, as they do there.
@@ -67,7 +69,9 @@ class OneBuild(_Static):
     def __init__(self) -> None:
         self._built: dict[int, Tensor] = {}
 
-    def scores(self, q: Tensor, means: Tensor, limit: Tensor, scale: float, layer: int) -> Tensor:
+    def scores(
+        self, q: Tensor, means: Tensor, keys: Tensor, limit: Tensor, scale: float, layer: int
+    ) -> Tensor:
         if layer not in self._built:
             (batch, heads, _, _), dim = means.shape, q.shape[-1]
             packed = q.reshape(batch, heads, -1, dim).float()
@@ -77,7 +81,7 @@ class OneBuild(_Static):
         return self._built[layer]
 
 
-class HeavyHitters(_Static):
+class HeavyHitters(_ByScore):
     """H2O (arXiv 2306.14048): the chunks that received most attention from all of the prompt's queries.
 
     H2O also evicts while the prompt is read; here every key stays a candidate, which is an upper bound of it.
@@ -92,29 +96,19 @@ class HeavyHitters(_Static):
             one[:, : one.shape[1] // chunk * chunk].unflatten(1, (-1, chunk)).sum(-1) for one in received
         ]
 
-    def scores(self, q: Tensor, means: Tensor, limit: Tensor, scale: float, layer: int) -> Tensor:
+    def scores(
+        self, q: Tensor, means: Tensor, keys: Tensor, limit: Tensor, scale: float, layer: int
+    ) -> Tensor:
         scores: Tensor = self._scores[layer]
         return scores[None].expand(q.shape[0], -1, -1)
 
 
-class Bounds:
+class Bounds(_ByScore):
     """Quest (arXiv 2406.10774): the largest product that keys within a chunk's minima and maxima can have."""
 
-    capturable = False
-    needs_context = True
-
-    def __call__(
-        self,
-        q: Tensor,
-        means: Tensor,
-        limit: Tensor,
-        table: Tensor,
-        slots: int,
-        scale: float,
-        *,
-        layer: int,
-        keys: Tensor,
-    ) -> None:
+    def scores(
+        self, q: Tensor, means: Tensor, keys: Tensor, limit: Tensor, scale: float, layer: int
+    ) -> Tensor:
         batch, heads, chunks = means.shape[:3]
         parts = keys.unflatten(2, (chunks, -1))
         low, high = parts.amin(3).float(), parts.amax(3).float()
@@ -122,7 +116,7 @@ class Bounds:
         scores = packed.clamp_min(0) @ high.transpose(-1, -2) + packed.clamp_max(0) @ low.transpose(-1, -2)
         outside = torch.arange(chunks, device=q.device) >= limit[:, None]
         scores = (scores * scale).masked_fill(outside[:, None, None], -torch.inf)
-        select_by(scores.log_softmax(-1).amax(2), limit, table, slots)
+        return scores.log_softmax(-1).amax(2)
 
 
 @contextmanager
