@@ -15,7 +15,6 @@ from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.engine import Engine
 from triforce_tree.kernels.step.draws import NoiseDraws
-from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Tokens in one forward of level 1, about as many as it accepts from the embedded draft's trees: chunks are
@@ -41,7 +40,6 @@ def teacher_forced(
     tokens: Sequence[int],
     prompt_tokens: int,
     temperature: float = 1.0,
-    progress: Progress | None = None,
     seed: int = 0,
 ) -> Iterator[LevelProbs]:
     """Yields the distributions of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
@@ -51,7 +49,6 @@ def teacher_forced(
         tokens: a text of more than ``prompt_tokens`` tokens.
         prompt_tokens: number of tokens that are prefilled before the first pass.
         temperature: the temperature of the distributions; above 0.
-        progress: called with the number of tokens of each prefilled chunk.
         seed: the seed of the drafter's draws, on which its trees below the root depend.
     """
     text, to_probs = list(tokens), ProbsFromLogits.at(temperature)
@@ -59,7 +56,7 @@ def teacher_forced(
     generator.manual_seed(seed)
     at = prompt_tokens
     with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs) as program:
-        program.prefill([text[:at]], progress)
+        program.prefill([text[:at]])
         yield from forced_passes(program, text, at, to_probs, generator)
 
 

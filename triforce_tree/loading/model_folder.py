@@ -255,10 +255,10 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
         ) from error
 
 
-def in_one_line(error: Exception, most: int = 240) -> str:
-    """Returns a library's error message without line breaks, cut to ``most`` characters."""
+def in_one_line(error: Exception) -> str:
+    """Returns a library's error message without line breaks, cut to 240 characters."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:most]}{'...' * (len(text) > most)}" if text else repr(error)
+    return f"{type(error).__name__}: {text[:240]}{'...' * (len(text) > 240)}" if text else repr(error)
 
 
 def needs_code(path: Path) -> bool:

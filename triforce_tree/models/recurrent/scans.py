@@ -46,16 +46,27 @@ def _mamba2_tokens(
 
 
 def _mamba2_chunks(own: Callable[..., Any]) -> Scan:
+    return _chunks(
+        lambda state, *args, **keywords: own(
+            *args, **{**keywords, "initial_states": state, "return_final_states": True}
+        )
+    )
+
+
+def _chunks(compute: Callable[..., tuple[Tensor, Tensor]]) -> Scan:
+    """Returns the form in chunks of a function ``compute(state, x, ...)``, which returns the output and the
+    final state.
+    """
+
     def scan(x: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         out: list[Tensor] = []
 
-        def compute(state: Tensor | None) -> Tensor:
-            given = {**keywords, "initial_states": state, "return_final_states": True}
-            y, final = own(x, *args, **given)
+        def step(state: Tensor | None) -> Tensor:
+            y, final = compute(state, x, *args, **keywords)
             out.append(y)
-            return final  # type: ignore[no-any-return]
+            return final
 
-        recur_by(compute)
+        recur_by(step)
         return out[0], x
 
     return scan
@@ -83,20 +94,13 @@ def _delta_tokens(
 
 
 def _delta_chunks(own: Callable[..., Any]) -> Scan:
-    def scan(q: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        out: list[Tensor] = []
+    def compute(state: Tensor | None, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        # transformers keeps this state with keys first.
+        first = None if state is None else state.transpose(-1, -2).contiguous()
+        y, final = own(*args, **{**keywords, "initial_state": first, "output_final_state": True})
+        return y, final.transpose(-1, -2)
 
-        def compute(state: Tensor | None) -> Tensor:
-            # transformers keeps this state with keys first.
-            first = None if state is None else state.transpose(-1, -2).contiguous()
-            y, final = own(q, *args, **{**keywords, "initial_state": first, "output_final_state": True})
-            out.append(y)
-            return final.transpose(-1, -2)  # type: ignore[no-any-return]
-
-        recur_by(compute)
-        return out[0], q
-
-    return scan
+    return _chunks(compute)
 
 
 def _mamba_tokens(
