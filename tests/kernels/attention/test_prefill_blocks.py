@@ -111,7 +111,7 @@ def test_prefix_and_chunk_are_merged(before: int, queries: int, monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads, dim", [(4, 128), (2, 128), (2, 64), (1, 256)])
-@pytest.mark.parametrize("before, queries", [(4096, 4096), (13_000, 4096), (8192, 5000)])
+@pytest.mark.parametrize("before, queries", [(4096, 4096), (13_000, 4096), (8192, 5000), (22_528, 2048)])
 def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries: int) -> None:
     positions = before + queries
     q, k, v = (

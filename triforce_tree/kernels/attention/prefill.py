@@ -82,7 +82,9 @@ def _cudnn_pays(q: Tensor) -> bool:
     On these GPUs cuDNN's attention without a mask has 1.9 times the speed of torch's flash attention. It
     makes a plan for every new shape, which takes 0.04 s. Chunks of few queries do not save this time.
     """
-    if torch.version.hip is not None or q.shape[2] < _BLOCK or q.shape[3] % 8:
+    # After many positions a prefill has chunks of half as many tokens (``kv.prefill.forward_end``).
+    few = q.shape[2] < _BLOCK and q.shape[2] != _BLOCK // 2
+    if torch.version.hip is not None or few or q.shape[3] % 8:
         return False
     usable = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     half = q.dtype in (torch.bfloat16, torch.float16)
