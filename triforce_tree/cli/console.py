@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from threading import Event, Thread
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -176,30 +176,47 @@ class Interrupt(StoppingCriteria):
         self.requested = True
 
 
-class PrefillBar:
-    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`: a bar, and a check for Ctrl-C."""
+class _CallbackBar:
+    """A callback that receives amounts of work: a bar, which begins with the first amount, and a check for
+    Ctrl-C.
 
-    def __init__(self, total: int, interrupt: Interrupt, what: str = "prefill") -> None:
-        self._interrupt = interrupt
-        self._left = total
-        self._bar = bar("tokens")
-        self._task = self._bar.add_task(what, total=total)
+    Args:
+        unit: the unit that the bar shows; ``size`` of the work's own units are one of it.
+        total: the work to come; None if unknown.
+        interrupt: of a generation, which may end here.
+        what: the description.
+    """
 
-    def __enter__(self) -> "PrefillBar":
+    def __init__(self, unit: str, size: int, total: int | None, interrupt: Interrupt | None, what: str):
+        self._interrupt, self._size = interrupt, size
+        self._left = math.inf if total is None else total
+        self._bar = bar(unit)
+        self._task = self._bar.add_task(what, total=None if total is None else max(1, total // size))
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def __call__(self, tokens: int) -> None:
-        self._interrupt.check()
-        self._bar.start()  # only now: errors in the input come first, and need no bar
-        self._bar.advance(self._task, tokens)
-        self._left -= tokens
+    def __call__(self, amount: int) -> None:
+        if self._interrupt is not None:
+            self._interrupt.check()
+        if self._left > 0:
+            self._bar.start()  # only now: errors in the input come first, and need no bar
+        self._left -= amount
+        self._bar.advance(self._task, amount / self._size)
         if self._left <= 0:
             # Text follows on stdout, and must not share a terminal line with the bar.
             self._bar.stop()
+
+
+class PrefillBar(_CallbackBar):
+    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`."""
+
+    def __init__(self, total: int, interrupt: Interrupt, what: str = "prefill") -> None:
+        super().__init__("tokens", 1, total, interrupt, what)
 
 
 class _Speed(TextColumn):
@@ -216,39 +233,13 @@ class _Speed(TextColumn):
         )
 
 
-class PinningBar:
-    """A ``pinned`` callback: a progress bar of host memory as it is allocated.
-
-    Args:
-        total: bytes to come; None if unknown.
-        interrupt: of a generation, which may end here.
-        what: the description.
-    """
+class PinningBar(_CallbackBar):
+    """A ``pinned`` callback: a progress bar of host memory as it is allocated, in bytes."""
 
     def __init__(
         self, total: int | None, interrupt: Interrupt | None = None, what: str = "allocating host memory"
     ) -> None:
-        self._interrupt = interrupt
-        self._left = math.inf if total is None else total
-        self._bar = bar("MiB")
-        self._task = self._bar.add_task(what, total=None if total is None else max(1, total >> 20))
-
-    def __enter__(self) -> "PinningBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar.live.is_started:
-            self._bar.stop()
-
-    def __call__(self, size: int) -> None:
-        if self._interrupt is not None:
-            self._interrupt.check()
-        if self._left > 0:
-            self._bar.start()
-        self._left -= size
-        self._bar.update(self._task, advance=size / (1 << 20))
-        if self._left <= 0:
-            self._bar.stop()
+        super().__init__("MiB", 1 << 20, total, interrupt, what)
 
 
 class TextOut(TokenStreamer):
