@@ -112,7 +112,6 @@ PAGES = {
         Section("Tree attention beside its peers", "tree_attention_cells", picture="tree_attention_h200.png"),
         Section("Layouts of the cache", "tree_attention_layouts"),
         Section("Goals", "tree_attention_aims"),
-        Section("Linear layers with few input rows", "linear_layers"),
         Section("Compiled for other GPUs", "kernels_by_arch"),
     )),
     "exact.md": Page("Bit-exact decoding", "../exact.md", (

@@ -109,12 +109,6 @@ BENCHMARKS = {
         "greedy texts and times of bit-exact mode: docs/exact.md",
         "bit_exact_{machine}.jsonl",
     ),
-    "linear": Benchmark(
-        "benchmarks.linear.run",
-        "few-row linear layers: check, time, compare; --quick: less",
-        "linear_h200.jsonl",
-        to_file=True,
-    ),
     "cpu": Benchmark(
         "benchmarks.cpu.speed",
         "the embedded pair on a CPU beside transformers: docs/cpu.md",

@@ -17,7 +17,6 @@ from scripts.benchmarks.common.results import ROOT, content_at
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
-from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.registry import BENCHMARKS
@@ -74,7 +73,7 @@ TABLES = {
     "log": Table(on_chip.FILE, notes, ""),
     "pages": Table(on_chip.FILE, lambda _: pages.index(), ""),
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
-    **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
+    **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
     **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES,
     **front.TABLES,

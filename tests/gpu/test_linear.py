@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.benchmarks.linear.problems import BITS, LAYERS, ODD, Shape, Weights
+from tests.support.kernels.linears import BITS, LAYERS, ODD, Shape, Weights
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("bits, shape, dtype", PROBLEMS, ids=str)
 def test_error_and_bits(bits: int, shape: Shape, dtype: torch.dtype) -> None:
-    weights, bias = Weights(bits, shape, 1, dtype), None
+    weights, bias = Weights(bits, shape, dtype), None
     if shape.ins % 1000 in (0, 264):
         bias = [torch.randn(outs, dtype=dtype, device="cuda") for outs in shape.outs]
     for rows in (1, 7, 16, 17, 32, 64, 96, 128):
@@ -26,7 +26,7 @@ def test_error_and_bits(bits: int, shape: Shape, dtype: torch.dtype) -> None:
         for size in (shape.out * rows, 64 * shape.out * max(16, rows)):
             poison = torch.full((size,), torch.nan, device="cuda")
             del poison
-        made = weights.call(x, 0, bias)
+        made = weights.call(x, bias)
         assert (made.double() - exact).abs().max().item() <= allowed, rows
-        assert all(torch.equal(made, weights.call(x, 0, bias)) for _ in range(8)), rows
+        assert all(torch.equal(made, weights.call(x, bias)) for _ in range(8)), rows
         assert not any(counters.any() for counters in weights.counters), rows

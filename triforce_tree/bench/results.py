@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria
 
 import triforce_tree
 from triforce_tree.runtime.files.writing import check_writable
@@ -105,11 +105,6 @@ class Series:
     stop: StoppingCriteria | None = None
     wanted: Callable[[], bool] = lambda: True
     done: Callable[[Record], None] = lambda record: None
-
-    @property
-    def criteria(self) -> StoppingCriteriaList:
-        """Returns ``stop`` in the form that ``generate`` takes."""
-        return StoppingCriteriaList([self.stop] if self.stop else [])
 
     def fill(self, keys: Iterable[Record], measure: Callable[[Record], Record]) -> None:
         """Measures the records that are missing.

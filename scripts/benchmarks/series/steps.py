@@ -163,7 +163,6 @@ GPU = (
         20,
         tiny=None,
     ),
-    _bench("linear", "linear", 8, tiny=None),
     _bench("tree-attention", "tree_attention", 5, tiny=None),
     _bench(
         "pair-gpu",

@@ -60,8 +60,8 @@ def test_commands_of_steps(script: Any, tmp_path: Path) -> None:
     assert "--texts" not in steps["any-text-7b"].command(tmp_path, None, 1, None, False)
     shared = steps["split"].command(tmp_path, None, 2, None, False)
     assert shared[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    with pytest.raises(ValueError, match="'linear' has no tiny form"):
-        steps["linear"].command(tmp_path, None, 1, None, True)
+    with pytest.raises(ValueError, match="'tree-attention' has no tiny form"):
+        steps["tree-attention"].command(tmp_path, None, 1, None, True)
 
 
 def test_steps_write_every_published_file(script: Any) -> None:

@@ -1,16 +1,14 @@
-"""Linear layers with few rows for benchmarks and tests on a GPU: shapes, random weights, errors."""
+"""Linear layers with few rows on a GPU: shapes, random weights, errors."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.linear import launch, reference
-from triforce_tree.kernels.linear.configs import LinearConfig, counters_for
+from triforce_tree.kernels.linear.configs import counters_for
 
 BITS = (16, 8, 4)
-ROTATION = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,41 +39,14 @@ LAYERS = {"7B": block(4096, 11008), "8B": block(4096, 14336, 1024), "68M": block
 ODD = [Shape((1000,), 1000), Shape((100, 33, 65), 264), Shape((333,), 520), Shape((65, 128), 4100)]
 
 
-def weight_bytes(bits: int, shape: Shape) -> int:
-    """Returns the bytes of weights and scales that one call must read."""
-    if bits == 16:
-        return shape.out * shape.ins * 2
-    scales = shape.out * 4 if bits == 8 else reference.blocks_of(shape.ins, 4) * shape.out * 8
-    return reference.blocks_of(shape.ins, bits) * 256 * shape.out + scales
-
-
-def least_bytes(bits: int, rows: int, shape: Shape) -> int:
-    return weight_bytes(bits, shape) + 2 * rows * (shape.out + shape.ins)
-
-
 class Weights:
-    """Random weights of one shape, in ``copies`` that together exceed L2."""
+    """Random weights of one shape."""
 
-    def __init__(self, bits: int, shape: Shape, copies: int = 1, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, bits: int, shape: Shape, dtype: torch.dtype):
         self.bits, self.shape, self.dtype = bits, shape, dtype
         self.counters = [counters_for(outs, "cuda") for outs in shape.outs]
-        self.words = [[self._words(outs) for outs in shape.outs] for _ in range(copies)]
-        self.scales = [
-            [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)
-        ]
-
-    @property
-    def parts(self) -> "list[Weights]":
-        """Returns the weights of each output, which are views of these weights."""
-        made = []
-        for index, outs in enumerate(self.shape.outs):
-            one = copy.copy(self)
-            one.shape, one.counters = Shape((outs,), self.shape.ins), self.counters[index : index + 1]
-            one.words, one.scales = (
-                [held[index : index + 1] for held in copies] for copies in (self.words, self.scales)
-            )
-            made.append(one)
-        return made
+        self.words = [self._words(outs) for outs in shape.outs]
+        self.scales = [self._scales(outs) for outs in shape.outs] if bits < 16 else []
 
     def _words(self, outs: int) -> Tensor:
         if self.bits == 16:
@@ -90,20 +61,18 @@ class Weights:
         top = self.shape.ins**-0.5 / 2 ** (self.bits - 1)
         return torch.rand(size, device="cuda").add_(0.5).mul_(top).to(kind)
 
-    def call(
-        self, x: Tensor, copy: int = 0, bias: list[Tensor] | None = None, config: LinearConfig | None = None
-    ):
-        words, scales = self.words[copy], self.scales[copy]
+    def call(self, x: Tensor, bias: list[Tensor] | None) -> Tensor:
+        words, scales = self.words, self.scales
         if len(words) > 1:
-            return launch.linears(x, words, scales, bias or [], self.counters, self.bits, config)
+            return launch.linears(x, words, scales, bias or [], self.counters, self.bits)
         one = bias[0] if bias else None
         if self.bits == 16:
-            return launch.linear(x, words[0], one, self.counters[0], config)
-        return launch.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0], config)
+            return launch.linear(x, words[0], one, self.counters[0])
+        return launch.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0])
 
     def exact(self, x: Tensor, bias: list[Tensor] | None = None) -> tuple[Tensor, float]:
         """Returns the result in fp64 and the allowed error, twice the error of torch in x's dtype."""
-        words, scales, added = self.words[0], self.scales[0], torch.cat(bias) if bias else None
+        words, scales, added = self.words, self.scales, torch.cat(bias) if bias else None
         weight = torch.cat(words)
         if scales:
             weight = torch.cat([
