@@ -278,6 +278,7 @@ class DecodingProgram:
         after which sequences must be prefilled.
         """
         start, device = time.perf_counter(), self.device
+        self.cache.backend.ready()
         stages = self._stages_of(to_probs)
         if self.config.exact and not running:
             self._check_exact(stages)
@@ -381,6 +382,7 @@ class DecodingProgram:
         if number in stages.shapes:
             return
         start = time.perf_counter()
+        self.cache.backend.ready()
         made = self._tree_stages(stages.to_probs, number)
         progress = StageProgress(len(made))
         runs: dict[str, list[Callable[[], None]]] = {}
@@ -617,6 +619,7 @@ class DecodingProgram:
 
     def run(self, name: str, *generators: torch.Generator) -> None:
         """Runs one stage with fresh random numbers, from one generator or one for each sequence."""
+        self.cache.backend.ready()
         for noise in self.selected.stages[name].noise:
             if len(generators) == 1:
                 noise.draw(*generators)

@@ -212,6 +212,9 @@ class KVBackend:
         """
         return held
 
+    def ready(self) -> None:
+        """Makes what has changed since the last pass known on the device; called before each stage."""
+
     def begin(self, lengths: Sequence[int]) -> None:
         """Continues all sequences after their first tokens, which the cache holds."""
 

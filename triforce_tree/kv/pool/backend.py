@@ -69,6 +69,10 @@ class PooledBackend(KVBackend):
             return PooledView(self.store, queries, mask, depths, exact=self.spec.config.exact)
         return SharingView(self.store, queries, mask, depths)
 
+    def ready(self) -> None:
+        """See :class:`KVBackend`."""
+        self.store.update()
+
     def share(self, pool: PoolSize | None) -> None:
         """See :class:`KVBackend`."""
         assert pool is not None

@@ -119,6 +119,7 @@ class PooledStore(PagedStore):
         self.shared: list[list[int]] = [[] for _ in range(batch)]
         self.own = self.shared
         self._selected: tuple[object, slice | Tensor, slice | Tensor] | None = None
+        self._current = True
 
     def initialise(self, held: Sequence[int | None]) -> None:
         """See :class:`KVStore`; prefixes may be kept that no sequence holds."""
@@ -139,9 +140,18 @@ class PooledStore(PagedStore):
             plan.set(segments, [len(pages) * self.page for pages in self.shared])
 
     def set(self, shared: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
-        """Sets that sequence b begins with the pages ``shared[b]`` and goes on in the pages ``own[b]``."""
+        """Sets that sequence b begins with the pages ``shared[b]`` and goes on in the pages ``own[b]``.
+
+        A prefill sees this at once, and passes after :meth:`update`.
+        """
         self.shared, self.own = [list(pages) for pages in shared], [list(pages) for pages in own]
-        self._selected = None
+        self._selected, self._current = None, False
+
+    def update(self) -> None:
+        """Copies the pages of the sequences to the device, if they have changed."""
+        if self._current:
+            return
+        self._current = True
         # Pages after the own ones are not read.
         tables = np.zeros((2, *self.pages.shape), dtype=np.int32)
         tables[1] = -1
@@ -208,6 +218,7 @@ class PooledStore(PagedStore):
         length = min(every - self.batch * own, start // page)
         ends = range(every, every - self.batch * own, -own)
         self.set([list(range(length))] * self.batch, [list(range(end - own, end)) for end in ends])
+        self.update()
         written = [
             self._slots(b, start, min(start + count, (length + own) * page)) for b in range(self.batch)
         ]
@@ -219,6 +230,7 @@ class PooledStore(PagedStore):
                 for slots, copy in zip(written, copies, strict=True):
                     layer[:, slots] = copy
             self.set(*before)
+            self.update()
 
     def in_pages(self, page: int) -> KVStore:
         """Raises ValueError: the pages of prefixes are fixed."""

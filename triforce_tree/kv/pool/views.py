@@ -37,6 +37,11 @@ class PooledView(TreeAttentionView):
         self._page = store.page
         super().__init__(store, queries, mask=mask, depths=depths, exact=exact)
 
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        """See :class:`TreeAttentionView`."""
+        self.store.update()
+        super().begin(start, mask_words)
+
     def _kv(self, slots: LayerSlots) -> KV:
         return self.store.whole[slots.number].paged(slots.place, self.store.pages)
 
@@ -110,6 +115,7 @@ class PooledRetrievalView(PagedRetrievalView):
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """See :class:`PagedRetrievalView`."""
         store = self.store
+        store.update()
         for group, retrieved in zip(store.groups, self.retrieved, strict=True):
             assert retrieved is not None
             # As if each sequence had all slots; the table says which it has.
