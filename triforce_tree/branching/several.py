@@ -118,7 +118,6 @@ class BeamTree(OwnForward):
         self._beams = sources
 
     def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :class:`OwnForward`."""
         if not self._beams:
             mask = None if attention_mask is None else attention_mask[:: self._width]
             prompts = [Node(None, prompt) for prompt in real_tokens(input_ids[:: self._width], mask)]

@@ -54,11 +54,9 @@ class DeviceBackend(KVBackend):
         self.retrieval = spec.retrieval(PagedRetrievalView, self.store)
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
-        """See :class:`KVBackend`."""
         return TreeAttentionView(self.store, queries, mask=mask, depths=depths, exact=self.spec.config.exact)
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None) -> bool:
-        """See :class:`KVBackend`."""
         if self.store.bits != bits:
             return False
         if pool is not None:

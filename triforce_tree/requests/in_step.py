@@ -125,7 +125,6 @@ class _Forward(OwnForward):
         self.logits: Tensor
 
     def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :class:`OwnForward`."""
         if self._begun:
             self.append(input_ids[:, -1].tolist())
         self._begun = True

@@ -61,12 +61,10 @@ class OffloadedBackend(KVBackend):
             )
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> StreamedView:
-        """See :class:`KVBackend`."""
         return StreamedView(self.cache, queries, mask, depths)
 
     @property
     def bytes(self) -> int:
-        """See :class:`KVBackend`."""
         return self.store.nbytes + self.cache.store.nbytes + self.cache.host.resident_bytes
 
     def tokens(self) -> tuple[int, int]:
@@ -74,7 +72,6 @@ class OffloadedBackend(KVBackend):
         return 0, 0
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """See :class:`KVBackend`."""
         return self.cache.transferred_bytes(tokens, queries)
 
     def prefill(
@@ -87,18 +84,15 @@ class OffloadedBackend(KVBackend):
         return list(starts)
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """See :class:`KVBackend`."""
         self.cache.set_lengths(lengths)
         if self._gathered is not None:
             self._gathered.fill()
 
     def committed(self, counts: Sequence[int]) -> None:
-        """See :class:`KVBackend`."""
         super().committed(counts)
         self.cache.committed(counts)
 
     def layer(self, layer: int, count: int) -> dict[str, Tensor]:
-        """See :class:`KVBackend`."""
         cache, index = self.cache, self.cache.host_layers[layer]
         if index is None:
             return super().layer(layer, count)
@@ -115,13 +109,11 @@ class OffloadedBackend(KVBackend):
         return dict(zip(PARTS, parts, strict=False))
 
     def layer_slots(self, layer: int, count: int) -> tuple[dict[str, Tensor], int]:
-        """See :class:`KVBackend`."""
         if self.cache.host_layers[layer] is None:
             return super().layer_slots(layer, count)
         return dict(zip(PARTS, self.cache.window.kv, strict=False)), count
 
     def set_layer(self, layer: int, count: int, parts: Sequence[Tensor]) -> None:
-        """See :class:`KVBackend`."""
         cache, index = self.cache, self.cache.host_layers[layer]
         if index is None:
             super().set_layer(layer, count, parts)
@@ -145,7 +137,6 @@ class OffloadedBackend(KVBackend):
 
     @property
     def layout(self) -> object:
-        """See :class:`KVBackend`."""
         window = self.cache.window
         own = [(group.layers, group.shape, 16, window.dtype) for group in window.groups]
         return [*own, *cast(list[object], super().layout)]
@@ -173,7 +164,6 @@ class OffloadedBackend(KVBackend):
         length: int,
         runs: Iterable[tuple[int, int, list[Tensor]]],
     ) -> None:
-        """See :class:`KVBackend`."""
         cache, host = self.cache, self.cache.host
         layers, flushed, base = host.layers, start // host.unit * host.unit, length // host.unit * host.unit
         for layer in range(layers if flushed > host.base[b] else 0):
@@ -196,13 +186,11 @@ class OffloadedBackend(KVBackend):
         self._filled(b, prompt, start, length)
 
     def restored(self, length: int) -> None:
-        """See :class:`KVBackend`."""
         super().restored(length)
         self.cache.restored(length)
 
     @contextmanager
     def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
-        """See :class:`KVBackend`."""
         held = [len(tokens) for tokens in self.cached.held]
         window = self.cache.window
         first = min(length, window.slots - self.spec.scratch)
@@ -211,6 +199,5 @@ class OffloadedBackend(KVBackend):
             yield
 
     def close(self) -> None:
-        """See :class:`KVBackend`."""
         self.closed = True
         self.cache.close()

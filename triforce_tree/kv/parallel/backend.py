@@ -38,7 +38,6 @@ class SplitBackend(KVBackend):
         self.retrieval = spec.retrieval(SplitRetrievalView, self.slots)
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SplitView:
-        """See :class:`KVBackend`."""
         return SplitView(self.slots, queries, mask, depths)
 
     @property
@@ -47,12 +46,10 @@ class SplitBackend(KVBackend):
         return self.slots.part.nbytes + self.store.nbytes
 
     def prompt_cache(self, b: int, states: RecurrentStates | None, length: int) -> PromptCache:
-        """See :class:`KVBackend`."""
         return SplitPromptCache(self.slots, b, states, length)
 
     @contextmanager
     def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
-        """See :class:`KVBackend`."""
         # Slots of a rank are not those of the positions.
         unknown = unknown or any(self.cached.held)
         with super().trial(length, count, unknown), self.slots.saved(length, count):

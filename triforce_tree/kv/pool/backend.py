@@ -64,7 +64,6 @@ class PooledBackend(KVBackend):
         )
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
-        """See :class:`KVBackend`."""
         if self.spec.config.exact or not self.store.attention.can.prefixes:
             return PooledView(self.store, queries, mask, depths, exact=self.spec.config.exact)
         return SharingView(self.store, queries, mask, depths)
@@ -74,7 +73,6 @@ class PooledBackend(KVBackend):
         self.store.update()
 
     def share(self, pool: PoolSize | None) -> None:
-        """See :class:`KVBackend`."""
         assert pool is not None
         self.pool.tails = pool.tails
 
@@ -159,11 +157,9 @@ class PooledBackend(KVBackend):
         return 0
 
     def expect(self, new_tokens: Sequence[int]) -> None:
-        """See :class:`KVBackend`."""
         self._new_tokens = list(new_tokens)
 
     def release(self, sequences: Sequence[int]) -> None:
-        """See :class:`KVBackend`."""
         self._release(sequences)
         for b in sequences:
             self.cached.keep(b, 0)
@@ -187,17 +183,14 @@ class PooledBackend(KVBackend):
         )
 
     def forget(self) -> None:
-        """See :class:`KVBackend`."""
         self.pool.forget()
         self._resting.clear()
         self.cached.clear()
 
     def serves(self, pool: PoolSize | None) -> bool:
-        """See :class:`KVBackend`."""
         return pool is not None and pool.least <= self.store.total_slots
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: str, pool: PoolSize | None) -> bool:
-        """See :class:`KVBackend`."""
         return pool is not None and bits == self.store.bits
 
     def _filled(self, b: int, prompt: Sequence[int], start: int, length: int) -> None:
@@ -239,7 +232,6 @@ class PooledBackend(KVBackend):
             self.store.fed(b, length)
 
     def renumber(self, order: Sequence[int]) -> None:
-        """See :class:`KVBackend`."""
         for b in self._resting:
             self.cached.keep(b, 0)
         self.pool.renumber(order)

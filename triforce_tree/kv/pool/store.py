@@ -204,7 +204,6 @@ class PooledStore(PagedStore):
             new[:, chosen] = old[:, others]
 
     def tokens(self) -> tuple[int, int]:
-        """See :class:`KVStore`."""
         read = [page for pages in self.shared for page in pages]
         saved = (len(read) - len(set(read))) * self.page
         return sum(self._lengths) - saved, saved

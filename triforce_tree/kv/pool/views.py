@@ -68,7 +68,6 @@ class SharingView(PooledView):
         return store.attention.prefixes(plan, store.dtype, kv_dtype, store.page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        """See :class:`TreeAttentionView`."""
         super().begin(start, mask_words)
         # An ended sequence may count as shorter than its prefixes.
         self.lengths.copy_((start - self.store.prefix).clamp_min_(0))
@@ -113,7 +112,6 @@ class PooledRetrievalView(PagedRetrievalView):
         return keys.transpose(1, 2).flatten(2, 3)  # of [B, pages, H_kv, page, D]
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
-        """See :class:`PagedRetrievalView`."""
         store = self.store
         store.update()
         for group, retrieved in zip(store.groups, self.retrieved, strict=True):
