@@ -21,7 +21,7 @@ from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
 from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.planning.drafter_memory import uses
+from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
 from triforce_tree.planning.memory_plan import plan
@@ -86,7 +86,7 @@ def test_planned_bytes_are_those_that_are_allocated(levels: int, name: str, tmp_
     hierarchy = Hierarchy(HFModel(target), drafter, config)
     program = hierarchy.program([[1] * LENGTH] * BATCH, 0)
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config, drafter)
-    planned = uses(sizes, hierarchy.config, levels, program.max_seq_len, BATCH)
+    planned = memory_map.drafter(sizes, hierarchy.config, levels, program.max_seq_len, BATCH)
     shared = {id(p) for p in target.parameters()}
     for held in (drafter, getattr(drafter, "drafter", None)):
         # As they were read, in host memory.

@@ -1,6 +1,6 @@
 """A disk cache of the unpacked configurations, tokenizers and weights of GGUF files in transformers' format.
 
-An entry is a folder in ``gguf`` in the user's cache folder (``user_folders.user_cache``), named by the digest
+An entry is a folder in ``gguf`` in the cache folder of the user (``user_cache``), named by the digest
 of the GGUF file, the versions that unpacked it, and the kind of content. Entries may be deleted at any time.
 Nothing here imports torch.
 """

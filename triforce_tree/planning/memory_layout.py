@@ -6,7 +6,7 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload, piece_slots, round_up, window_slots
-from triforce_tree.planning import drafter_memory, memory_map
+from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
 from triforce_tree.trees.device_shapes import pass_limits, tree_shapes, unit_slots
@@ -226,7 +226,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
-        **drafter_memory.uses(sizes, config, levels, max_seq_len, batch),
+        **memory_map.drafter(sizes, config, levels, max_seq_len, batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
         **_states_and_windows(sizes, config, levels, workload),
@@ -319,7 +319,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
-        **drafter_memory.uses(sizes, config, levels, workload.max_seq_len, workload.batch),
+        **memory_map.drafter(sizes, config, levels, workload.max_seq_len, workload.batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "KV": full,
         **_states_and_windows(sizes, config, levels, workload),

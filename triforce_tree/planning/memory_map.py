@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, drafter_bytes
 from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.views import TOGETHER
@@ -338,6 +338,19 @@ def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, 
         slots = min(group.window, max_seq_len) + scratch_slots
         size += group.layers * group.row * -(-slots // RING_PAGE) * RING_PAGE
     return batch * size
+
+
+def drafter(
+    sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int
+) -> dict[str, int]:
+    """Returns the bytes of a drafter other than a draft model, by use: heads, their caches, hidden states and
+    the index of suffix matching.
+    """
+    if sizes.drafter is None or levels == 1:
+        return {"heads": sizes.heads_bytes} if sizes.heads_bytes else {}
+    limits = pass_limits(config, levels)
+    capacity = max_seq_len + limits.scratch_slots
+    return drafter_bytes(sizes.drafter, batch, capacity, limits, sizes.hidden, sizes.itemsize)
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int) -> int:
