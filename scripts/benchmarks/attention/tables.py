@@ -105,19 +105,10 @@ def _fits(content: Record) -> list[Record]:
 
 
 cells = listing(_cells, caption=_cells_note)
-_MAKERS = {
-    "cells": cells,
-    "aims": listing(REACHED, _aimed),
-    "layouts": listing(_layout_columns, _layouts),
-}
-
-
-def _fitted(content: Record, rows: Sequence[Record]) -> str:
-    return noted(_FITTED, FITS)(content, rows)
-
-
-_fitting = listing(FITTING, _fits, _fitted, left=2)
+_fitting = listing(FITTING, _fits, noted(_FITTED, FITS), left=2)
 TABLES = {
-    **{f"tree_attention_{name}": Table(FILE, make, COMMAND) for name, make in _MAKERS.items()},
+    "tree_attention_cells": Table(FILE, cells, COMMAND),
+    "tree_attention_aims": Table(FILE, listing(REACHED, _aimed), COMMAND),
+    "tree_attention_layouts": Table(FILE, listing(_layout_columns, _layouts), COMMAND),
     "kernels_by_arch": Table(FITS, _fitting, "python -m scripts.checks.kernels_by_arch"),
 }
