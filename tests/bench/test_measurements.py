@@ -1,6 +1,7 @@
 """Prompts, results on disk, baselines, needles and overlaps."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from scripts.benchmarks.common.results import write
 from tests.support.models import tiny_pair
 from triforce_tree import Engine
-from triforce_tree.bench import needle, results
+from triforce_tree.bench import needle, results, speed
 from triforce_tree.bench import texts as text
 from triforce_tree.bench.baselines import METHODS, Job
 from triforce_tree.bench.tables import speed_of
@@ -233,3 +234,14 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     assert "| triforce-3-level | 10.0 | 2.50x | 2.00x | 0 % |" in made
     assert "File: `docs/results/cpu_16k.jsonl` (" in made
     assert make_tables.filled(made) == made
+
+
+@pytest.mark.parametrize(
+    "draft, token_map, message",
+    [(None, None, "needs a draft model"), ("draft", "map", "needs a draft with the target's own vocabulary")],
+)
+def test_a_method_that_cannot_run_is_refused(draft: Any, token_map: Any, message: str) -> None:
+    engine: Any = SimpleNamespace(draft=draft, token_map=token_map)
+    with pytest.raises(ValueError, match=message):
+        speed.check_methods(engine, ["triforce", "transformers-assistant"])
+    speed.check_methods(engine, ["triforce", "transformers-static"])

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
@@ -106,16 +103,10 @@ def transformers_generate(assisted: bool = False, **options: Any) -> Method:
 
     def run(engine: Engine, job: Job) -> Sample:
         target: Any = engine.target.model
-        draft = engine.draft
         more = dict(options)
         if assisted:
-            if draft is None:
-                raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
-            if engine.token_map is not None:
-                raise ValueError(
-                    "transformers-assistant needs a draft with the target's own vocabulary; leave it out"
-                )
-            more["assistant_model"] = draft.model
+            assert engine.draft is not None, "methods that cannot run were refused"
+            more["assistant_model"] = engine.draft.model
         stamps = Stamps(target.device)
         criteria = StoppingCriteriaList([stamps, *([job.stop] if job.stop else [])])
         ids = torch.tensor([job.prompt], device=target.device)

@@ -20,6 +20,10 @@ def check_methods(engine: Engine, methods: Sequence[str]) -> None:
             raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
         if name == "transformers-assistant" and engine.draft is None:
             raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
+        if name == "transformers-assistant" and engine.token_map is not None:
+            raise ValueError(
+                "transformers-assistant needs a draft with the target's own vocabulary; leave it out"
+            )
 
 
 @dataclass(frozen=True)
