@@ -132,7 +132,7 @@ def test_a_long_prompt_does_not_stop_a_running_text(monkeypatch: Any) -> None:
     target, wire = wired("llama-gqa")
     events: list[str] = []
     engine, ended, go = plain(target), list[ServedText](), threading.Event()
-    monkeypatch.setattr("triforce_tree.decoding.loop._PAUSE", 0.0)
+    monkeypatch.setattr("triforce_tree.decoding.chunked_prefill._PAUSE", 0.0)
 
     def emit(name: str) -> Callable[[str | None], None]:
         return lambda piece: events.append(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.stage_costs import known_costs
+from triforce_tree.decoding.chunked_prefill import ChunkedPrefill
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
@@ -29,10 +30,6 @@ from triforce_tree.verify.draws import Draws
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _LOG = logging.getLogger(__name__)
-# Seconds of prefill between two passes, unless a single chunk takes longer.
-_PAUSE = 0.1
-# The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
-_TURN = 4
 
 Texts = Sequences[list[int]]
 ByIndex = Sequences[Sequence | None]
@@ -92,10 +89,9 @@ class DecodingLoop:
     """Decodes a batch of sequences; each :meth:`step` makes one pass of the target.
 
     Prompts may differ in length. A sequence that has ended keeps its batch index until another sequence is
-    prefilled there, in chunks between passes of the others (``_PAUSE``). For these passes it is a sequence
-    that has ended after the tokens that were prefilled. The others keep their state, and all buffers and
-    CUDA graphs stay as they are. If device memory runs out, the memory plan is reduced, a smaller program
-    prefills all tokens so far, and the step is repeated with new random numbers.
+    prefilled there, in chunks between passes of the others (:class:`ChunkedPrefill`). The others keep their
+    state, and all buffers and CUDA graphs stay as they are. If device memory runs out, the memory plan is
+    reduced, a smaller program prefills all tokens so far, and the step is repeated with new random numbers.
 
     Args:
         programs: makes the program, and another one if memory runs out or the batch grows.
@@ -145,13 +141,7 @@ class DecodingLoop:
         self._masked, self._limit = masked, limit
         self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
-        # Tokens that the cache holds of sequences whose prefill is not complete, by batch index; some of them
-        # may have ended. The state of the stale ones does not say so yet.
-        self._prefilling: dict[int, int] = {}
-        self._stale: set[int] = set()
-        # Tokens of such a prompt that the passes of the others see.
-        self._resting: dict[int, int] = {}
-        self._chunks = 0
+        self._chunked = ChunkedPrefill(reuse, progress)
         # Sequences that are prefilled after the present prefill of a larger batch.
         self._later: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
@@ -308,7 +298,7 @@ class DecodingLoop:
         """Lets later prompts continue the texts of sequences that have ended since the last call."""
         for b in self._ended if self._prefilled else ():
             sequence = self.sequences[b]
-            if sequence is not None and self._kept.get(b) is not sequence and b not in self._prefilling:
+            if sequence is not None and self._kept.get(b) is not sequence and b not in self._chunked:
                 self._kept[b] = sequence
                 self.program.ended(b, sequence.tokens, self._reuse)
 
@@ -348,11 +338,13 @@ class DecodingLoop:
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.draws
             self._chooser = None
-        self.joining = [*self._prompts.values(), *self._later, *self.joining]
-        for b in self._prefilling:
-            if b not in self._prompts:
-                self.sequences[b] = None
-        self._prefilling, self._resting, self._stale, self._later = {}, {}, set(), []
+        self.joining = [*self._chunked.running.values(), *self._later, *self.joining]
+        self.sequences = [
+            None if b in self._chunked and b not in self._chunked.running else sequence
+            for b, sequence in enumerate(self.sequences)
+        ]
+        self._chunked.remove_all()
+        self._later = []
         self._made = self._prefilled = False
 
     def _shrink(self) -> bool:
@@ -368,7 +360,7 @@ class DecodingLoop:
         cache = self.program.cache if self._made else None
         if cache is not None and cache.backend.reclaims:
             # Prompts whose prefill is not complete find their whole chunks again.
-            cache.backend.release([*self._ended, *self._prompts])
+            cache.backend.release([*self._ended, *self._chunked.running])
             self._remove(self._ended)
         self._drop_program()
         order = [b for b, sequence in enumerate(self.sequences) if sequence is not None]
@@ -404,8 +396,8 @@ class DecodingLoop:
         An index without a sequence holds a single token.
         """
         texts = [s.tokens if s is not None and s not in self._later else [0] for s in self.sequences]
-        for b in self._prefilling:
-            texts[b] = texts[b][: self._resting.get(b, 0) + 1]
+        for b, seen in self._chunked.seen().items():
+            texts[b] = texts[b][: seen + 1]
         return texts
 
     def _prefill(self) -> None:
@@ -431,34 +423,17 @@ class DecodingLoop:
         """Gives KV slots to the sequences that have joined, and prefills chunks between two passes."""
         if self.joining or (self.program.cache.backend.reclaims and self._ended):
             self._admit()
-        if not self._prefilling and not self._stale:
+        if not self._chunked.waits:
             return
-        start, complete = time.perf_counter(), list[int]()
-        while prompts := self._prompts:
-            before = time.perf_counter()
-            self._chunks += 1
-            b = next(iter(prompts))
-            if self._chunks % _TURN:
-                b = min(prompts, key=lambda b: len(prompts[b].tokens) - self._prefilling[b])
-            if self._prefill_chunk(b, prompts[b]):
-                complete.append(b)
-            self._clock.synchronize()
-            now = time.perf_counter()
-            prompts[b].prefill_seconds += now - before
-            # All ranks stop after the same chunk.
-            if distributed.broadcast_object(now - start + (now - before) > _PAUSE):
-                break
+        start = time.perf_counter()
+        complete = self._chunked.run(self.program, self._clock.synchronize)
         if complete:
             for b in complete:
                 self.program.begin(b, self._texts())
             self._begin(complete)
             self.chooser.joined()
         if any(self._decoding):
-            for b in self._stale:
-                if b in self._prefilling:
-                    self._resting[b] = self.program.rest(b, self._prefilling[b])
-                self.program.begin(b, self._texts())
-            self._stale.clear()
+            self._chunked.rest(self.program, self._texts)
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
@@ -473,15 +448,9 @@ class DecodingLoop:
             program.cache.backend.release([*joining, *ended])
             self._expect()
         for b in ended:
-            program.place(b, [0], None, self._reuse)
-            program.prefill_chunk(b, [0], 0, None, self._reuse)
-        self._stale.update(ended)
+            self._chunked.clear(program, b)
         for sequence in self.joining:
-            assert sequence.index is not None
-            held = program.place(sequence.index, sequence.tokens, self._progress, self._reuse)
-            self._prefilling[sequence.index] = held
-            self._resting.pop(sequence.index, None)
-            self._stale.add(sequence.index)
+            self._chunked.place(program, sequence)
         self.joining = []
         self._update_active()
         if others:
@@ -490,33 +459,10 @@ class DecodingLoop:
                     self._set_sampling(b, decoding)
         self.chooser.joined(others)
 
-    def _prefill_chunk(self, b: int, sequence: Sequence) -> bool:
-        """Prefills a chunk of the prompt at batch index b; returns whether the prompt is complete now."""
-        held, last = self._prefilling[b], len(sequence.tokens) - 1
-        if not 0 < held == last:
-            start = held
-            held, found = self.program.prefill_chunk(b, sequence.tokens, start, self._progress, self._reuse)
-            sequence.computed += held - start - found
-        self._prefilling[b] = held
-        self._stale.add(b)
-        if held < last:
-            return False
-        sequence.reused = max(0, last - sequence.computed)
-        del self._prefilling[b]
-        self._resting.pop(b, None)
-        self._stale.remove(b)
-        return True
-
-    @property
-    def _prompts(self) -> dict[int, Sequence]:
-        """Returns the sequences whose prompts are being prefilled, by batch index, the oldest first."""
-        found = {b: s for b in self._prefilling if (s := self.sequences[b]) is not None}
-        return {b: s for b, s in found.items() if s.finish_reason is None}
-
     @property
     def unread(self) -> list[Sequence]:
         """Returns the sequences whose prompts are not prefilled yet."""
-        return [*self._prompts.values(), *self.joining]
+        return [*self._chunked.running.values(), *self.joining]
 
     def _begin(self, indices: Iterable[int]) -> None:
         """Lets sequences run whose prompts are prefilled."""
@@ -533,7 +479,7 @@ class DecodingLoop:
         """Returns the sequence at each batch index that takes part in passes; None where there is none."""
         waits = [*self.joining, *self._later]
         return [
-            s if s is not None and s.finish_reason is None and b not in self._prefilling and s not in waits
+            s if s is not None and s.finish_reason is None and b not in self._chunked and s not in waits
             else None
             for b, s in enumerate(self.sequences)
         ]  # fmt: skip
@@ -561,8 +507,7 @@ class DecodingLoop:
         """Removes sequences from the batch."""
         for b in indices:
             self.sequences[b] = None
-            self._prefilling.pop(b, None)
-            self._resting.pop(b, None)
+            self._chunked.remove(b)
 
     def _expect(self) -> None:
         """Tells the KV backend how many tokens may follow the sequences that are prefilled next."""

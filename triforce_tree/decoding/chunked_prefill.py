@@ -1,0 +1,147 @@
+"""Prefills prompts in chunks between the passes of other sequences."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.stats import Progress
+
+# Seconds of prefill between two passes, unless a single chunk takes longer.
+_PAUSE = 0.1
+# The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
+_TURN = 4
+
+
+@dataclass
+class _Prompt:
+    """A prompt whose prefill is not complete.
+
+    Attributes:
+        held: tokens that the cache holds.
+        seen: of these, the tokens of the sequence for the passes of the others, in which it counts as one
+            that has ended.
+    """
+
+    sequence: Sequence
+    held: int
+    seen: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.sequence.tokens) - self.held
+
+
+class ChunkedPrefill:
+    """Prefills the prompts of sequences that have joined a batch.
+
+    Args:
+        reuse: which tokens that the cache holds from earlier generations are kept.
+        progress: called with numbers of prompt tokens as they are prefilled.
+    """
+
+    def __init__(self, reuse: Reuse, progress: Progress | None) -> None:
+        self._reuse, self._progress, self._chunks = reuse, progress, 0
+        # By batch index, the oldest first; some sequences may have ended.
+        self._prompts: dict[int, _Prompt] = {}
+        # Batch indices whose state on the device is not that of their text.
+        self._stale: set[int] = set()
+
+    def __contains__(self, index: int) -> bool:
+        """Returns whether the prompt at a batch index is not complete."""
+        return index in self._prompts
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether there is anything to do before the next pass."""
+        return bool(self._prompts or self._stale)
+
+    @property
+    def running(self) -> dict[int, Sequence]:
+        """Returns the sequences that have not ended, by batch index, the oldest first."""
+        found = {index: prompt.sequence for index, prompt in self._prompts.items()}
+        return {index: sequence for index, sequence in found.items() if sequence.finish_reason is None}
+
+    def seen(self) -> dict[int, int]:
+        """Returns the tokens of each prompt that passes see, by batch index."""
+        return {index: prompt.seen for index, prompt in self._prompts.items()}
+
+    def place(self, program: DecodingProgram, sequence: Sequence) -> None:
+        """Gives KV slots to the prompt of a sequence."""
+        index = sequence.index
+        assert index is not None
+        held = program.place(index, sequence.tokens, self._progress, self._reuse)
+        self.remove(index)
+        self._prompts[index] = _Prompt(sequence, held)
+        self._stale.add(index)
+
+    def clear(self, program: DecodingProgram, index: int) -> None:
+        """Puts a single token in the place of a sequence that was removed."""
+        program.place(index, [0], None, self._reuse)
+        program.prefill_chunk(index, [0], 0, None, self._reuse)
+        self._stale.add(index)
+
+    def remove(self, index: int) -> None:
+        self._prompts.pop(index, None)
+
+    def remove_all(self) -> None:
+        self._prompts.clear()
+        self._stale.clear()
+
+    def run(self, program: DecodingProgram, synchronize: Callable[[], None]) -> list[int]:
+        """Prefills chunks for a while; returns the batch indices of prompts that are complete now.
+
+        Args:
+            synchronize: waits for the device.
+        """
+        start, complete = time.perf_counter(), list[int]()
+        while indices := list(self.running):
+            before = time.perf_counter()
+            self._chunks += 1
+            index = indices[0]
+            if self._chunks % _TURN:
+                index = min(indices, key=lambda each: self._prompts[each].left)
+            sequence = self._prompts[index].sequence
+            if self._prefill_chunk(program, index):
+                complete.append(index)
+            synchronize()
+            now = time.perf_counter()
+            sequence.prefill_seconds += now - before
+            # All ranks stop after the same chunk.
+            if distributed.broadcast_object(now - start + (now - before) > _PAUSE):
+                break
+        return complete
+
+    def rest(self, program: DecodingProgram, texts: Callable[[], Sequences[list[int]]]) -> None:
+        """Lets passes of the others run: each stale sequence gets a state that they leave as it is.
+
+        Args:
+            texts: returns the tokens of each sequence that passes see.
+        """
+        for index in self._stale:
+            if (prompt := self._prompts.get(index)) is not None:
+                prompt.seen = program.rest(index, prompt.held)
+            program.begin(index, texts())
+        self._stale.clear()
+
+    def _prefill_chunk(self, program: DecodingProgram, index: int) -> bool:
+        """Prefills a chunk of a prompt; returns whether the prompt is complete now."""
+        prompt = self._prompts[index]
+        sequence, last = prompt.sequence, len(prompt.sequence.tokens) - 1
+        if not 0 < prompt.held == last:
+            held, found = program.prefill_chunk(
+                index, sequence.tokens, prompt.held, self._progress, self._reuse
+            )
+            sequence.computed += held - prompt.held - found
+            prompt.held = held
+        if prompt.held < last:
+            self._stale.add(index)
+            return False
+        sequence.reused = max(0, last - sequence.computed)
+        del self._prompts[index]
+        self._stale.discard(index)
+        return True
