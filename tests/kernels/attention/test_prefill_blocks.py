@@ -79,7 +79,7 @@ def test_no_scores_of_a_chunk_over_all_positions(dim: int, softcap: float | None
 
 
 @pytest.mark.parametrize("before", [1, 8, 9, 30, 64])
-@pytest.mark.parametrize("queries", [8, 11, 16])
+@pytest.mark.parametrize("queries", [3, 4, 6, 8, 11, 16])
 def test_prefix_and_chunk_are_merged(before: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: set[tuple[int, int]] = set()
 
@@ -106,12 +106,16 @@ def test_prefix_and_chunk_are_merged(before: int, queries: int, monkeypatch: pyt
     out = prefill._prefix_and_chunk(q, k, v, 0.3)
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
     # cuDNN makes a plan for each of these.
+    assert all(rows in (4, 8, queries) for rows, _ in shapes)
     assert all(size % 8 == 0 and (size // 8).bit_count() == 1 for rows, size in shapes if rows != size)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads, dim", [(4, 128), (2, 128), (2, 64), (1, 256)])
-@pytest.mark.parametrize("before, queries", [(4096, 4096), (13_000, 4096), (8192, 5000), (22_528, 2048)])
+@pytest.mark.parametrize(
+    "before, queries",
+    [(4096, 4096), (13_000, 4096), (8192, 5000), (22_528, 2048), (9000, 1500), (8192, 3807)],
+)
 def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries: int) -> None:
     positions = before + queries
     q, k, v = (
