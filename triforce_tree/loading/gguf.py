@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -124,16 +125,30 @@ def _described(tokenizer: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Caches parsed GGUF files inside the context, since transformers would parse each file repeatedly."""
+    """Lets transformers parse each GGUF file once inside the context, and three times faster.
+
+    transformers parses a file anew for each thing that it reads. The parser cuts every string out of
+    ``numpy.memmap``, whose slices cost several times those of a plain array of the same memory.
+    """
     try:
         import gguf as package
     except ImportError:  # transformers reports the missing package
         yield
         return
+
     with _PARSING:
-        before = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+        original: Any = package.GGUFReader
+        if not isinstance(original, type):  # inside another context of this thread
+            yield
+            return
+
+        class Reader(original):  # type: ignore[misc]
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
+
+        before: dict[str, Any] = {"GGUFReader": original, "get_tensor_name_map": package.get_tensor_name_map}
         for name, function in before.items():
-            setattr(package, name, cache(function))
+            setattr(package, name, cache(Reader if function is original else function))
         try:
             yield
         finally:
