@@ -102,7 +102,9 @@ def _run(args: argparse.Namespace) -> int:
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if args.traceback or not short:
             raise
-        less = "ask for shorter prompts or fewer texts at once, or use --dtype bfloat16"
+        less = "ask for shorter prompts or fewer texts at once"
+        if isinstance(error, torch.OutOfMemoryError):  # on a CPU, bf16 is slower (docs/cpu.md)
+            less += ", or use --dtype bfloat16"
         return _failed(f"out of memory ({_message(error)}); {less}", 1)
 
 
