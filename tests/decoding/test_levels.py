@@ -208,7 +208,7 @@ def test_levels_may_change_with_every_pass(family: str) -> None:
     assert new == references(family)
     assert len(loop.passes) == 4
     draft, retrieval, full = loop.levels
-    assert 0 < retrieval.forwards < draft.forwards / program.drafter.depth
+    assert 0 < retrieval.forwards < draft.forwards / program.shapes[0].depth
     assert 0 < retrieval.accepted < retrieval.proposed
     assert 0 < full.accepted < full.proposed
     assert sum(loop.passes.values()) * 3 >= full.forwards > 0

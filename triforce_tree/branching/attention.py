@@ -144,7 +144,7 @@ class PathAttention:
         if depth > self._depth:
             self._depth, mask = depth, torch.ones(1, 0, dtype=torch.bool)
             words = pack_mask(mask).repeat(queries, 1).to(device)
-            zeros = torch.zeros((1 + depth) * queries, dtype=torch.int32, device=device)
+            zeros = torch.zeros(queries, dtype=torch.int32, device=device)
             plans = {kind: PrefixPlan(kind, mask, queries, depth, zeros, words) for kind in self._alone}
             backend, dtype = self._backend, self._store.dtype
             self._sharing = {
@@ -154,7 +154,7 @@ class PathAttention:
         shared = torch.tensor(ends, dtype=torch.int32, device=device)
         for kind, (plan, attention) in self._sharing.items():
             plan.set(segments, ends)
-            torch.sub(self._alone[kind].plan.lengths, shared, out=plan.plan.lengths[:queries])
+            torch.sub(self._alone[kind].plan.lengths, shared, out=plan.own.lengths)
             attention.begin()
             self._attentions[kind] = attention
 

@@ -256,7 +256,7 @@ def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch)
     loop = DecodingLoop.over(program, GREEDY, 0, repeatable=True)
     assert finished(loop, PROMPTS, NEW) == references()
     draft, target = loop.levels
-    assert 0 < draft.forwards / program.drafter.depth < 0.5 * target.forwards
+    assert 0 < draft.forwards / program.shapes[0].depth < 0.5 * target.forwards
 
 
 def test_classes_of_temperatures() -> None:

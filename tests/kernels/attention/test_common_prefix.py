@@ -89,7 +89,7 @@ def plan_of(
 ) -> PrefixPlan:
     batch = len(lengths)
     words = pack_mask(mask).repeat(batch, 1).to(device)
-    counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan = PrefixPlan(heads, mask, batch, depth, counts, words)
     plan.set(made.segments, made.ends)
     return plan
@@ -99,7 +99,7 @@ def attended(
     name: str, plan: PrefixPlan, made: Problem, kv: KV | None = None, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of this backend, on the CPU."""
-    kv, device = kv or KV(*made.kv), plan.plan.device
+    kv, device = kv or KV(*made.kv), plan.own.device
     k, v, *rest = (t.to(device) for t in (kv.k, kv.v, *(kv.scales or ())))
     with poisoned_memory():
         attention = backend(name).prefixes(plan, made.q.dtype, k.dtype, PAGE)
@@ -180,7 +180,7 @@ def test_in_8_bits_on_the_cpu() -> None:
     ],
 )
 def test_by_the_kernel(heads: str, queries: int, lengths: str, dtype: torch.dtype) -> None:
-    """One launch over the prefix and all sequences; with more query rows than a tile, several programs."""
+    """With more query rows than a tile, several programs."""
     triton_ops.require_triton()
     shape, counts = HEADS[heads], LENGTHS[lengths]
     mask = tree_mask(queries, queries, 3)
@@ -257,7 +257,7 @@ def test_a_shared_page_is_read_once_for_adjacent_sequences(name: str) -> None:
     ],
 )
 def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    """One launch over all prefixes and sequences, by one plan in buffers that stay where they are.
+    """By one plan in buffers that stay where they are.
 
     Of the case with several tiles of queries, which takes much longer, the two kinds of groups with which a
     sequence's queries are in several segments, or in one that others of the same slots do not follow.
@@ -269,7 +269,8 @@ def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, name
         made = Problem(shape, groups, lengths, queries, queries, dtype, 3)
         plan = plan or plan_of(shape, mask, made, lengths, 3, triton_ops.DEVICE)
         plan.set(made.segments, made.ends)
-        buffers = (plan.plan.lengths, plan.plan.segments, plan.plan.owner_start, plan.plan.owners)
+        own, shared = plan.own, plan.shared
+        buffers = (own.segments, shared.lengths, shared.segments, shared.owner_start, shared.owners)
         addresses.add(tuple(t.data_ptr() for t in buffers))
         out, lse = attended("triton", plan, made)
         exact, exact_lse = expected(made, mask)

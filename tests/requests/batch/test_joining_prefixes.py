@@ -191,7 +191,7 @@ def test_nothing_moves_that_a_graph_would_hold() -> None:
             store, views = program.store, [program.retrieval]
             tensors = [store.prefix, store.writable, store.pages, store.memory, *(g.k for g in store.groups)]
             tensors += [t for view in views for r in view.retrieved for t in (r.table, r.means)]
-            for plan in (each.plan for each in store._plans):
+            for plan in (part for each in store._plans for part in (each.own, each.shared)):
                 tensors += [plan.lengths, plan.segments, plan.owner_start, plan.owners, plan.mask]
             seen.add(tuple(tensor.data_ptr() for tensor in tensors))
             return super().next(fits)

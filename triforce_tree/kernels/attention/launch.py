@@ -25,6 +25,7 @@ from triforce_tree.kernels.attention.configs import (
     value_columns,
 )
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
+from triforce_tree.kernels.attention.reference import merge_pair
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -100,6 +101,45 @@ class TritonAttention:
             params.scale, params.softcap or 0.0, heads.kv, self.slices, plan.max_queries,
             numbers(self.config),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrefixAttention:
+    """Attention with a ``PrefixPlan``: the parts of each query are merged by their log-sum-exps.
+
+    Attributes:
+        own: attention to the last positions of each sequence.
+        shared: attention to the prefixes that sequences share.
+    """
+
+    own: TritonAttention
+    shared: TritonAttention
+
+    @property
+    def plan(self) -> Plan:
+        return self.own.plan
+
+    def over(self, plan: Plan) -> "PrefixAttention":
+        """Returns this attention with another plan of the last positions."""
+        return replace(self, own=self.own.over(plan))
+
+    def begin(self) -> None:
+        """Does nothing: the kernels read the buffers of the plans."""
+
+    def run(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> Tensor:
+        """See ``backend.Attention``."""
+        return self.states(q, kv, params, first)[0]
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``backend.Attention``; there are no windows."""
+        assert first is None, "slots with shared prefixes have no windows"
+        out, lse = self.own.states(q, kv, params)
+        part, part_lse = self.shared.states(q, kv, replace(params, sinks=None))
+        return merge_pair(out, lse, part, part_lse)
 
 
 def prepare(

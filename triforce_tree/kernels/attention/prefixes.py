@@ -61,24 +61,26 @@ def _common(a: Sequence[int], b: Sequence[int], start: int) -> int:
 
 
 class PrefixPlan:
-    """A plan for T queries of each of B sequences with shared prefixes, which are read once.
+    """Plans for T queries of each of B sequences with shared prefixes, which are read once.
 
     The sequences have page tables. A shared prefix is one segment, which the queries of its sequences see by
     the table of the first of them, and the remaining positions of each sequence are another segment (cascade
-    inference; Hydragen, arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3). The kernel merges the
-    partial outputs of a query. Captured graphs may hold ``plan``, whose buffers :meth:`set` changes in place.
+    inference; Hydragen, arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3). The outputs of a
+    query are merged. There are two plans, because a segment of one sequence has few queries, and a launch
+    with tiles for those of all sequences would leave most of the device without work. Captured graphs may
+    hold both, whose buffers :meth:`set` changes in place.
 
     Args:
         heads: heads of the attention.
         mask: bool ``[T, N]`` over the last N positions of a sequence.
         batch: B.
-        depth: largest number of shared prefixes of a sequence; the plan has ``depth * B`` segments for them.
-        lengths: int32 ``[B + depth * B]``; positions of each sequence between its prefixes and the tail, then
-            lengths of shared prefixes, which :meth:`set` writes.
+        depth: largest number of shared prefixes of a sequence; there are ``depth * B`` segments for them.
+        lengths: int32 ``[B]``; positions of each sequence between its prefixes and the tail.
         words: int64 ``[B * T, words]``, the mask words that the kernel reads.
 
     Attributes:
-        plan: plan of all segments: the last positions of each sequence, then the shared prefixes.
+        own: plan of the last positions of each sequence.
+        shared: plan of the shared prefixes; a query may be in none.
         batch, depth, count, tail: B, ``depth``, T and N.
         prefixes: those of the last :meth:`set`, on the host.
     """
@@ -88,43 +90,49 @@ class PrefixPlan:
     ) -> None:
         self.batch, self.depth = batch, depth
         self.count, self.tail = mask.shape
+        queries, device = batch * self.count, lengths.device
+        owners = [b for b in range(batch) for _ in range(self.count)]
+        columns = self._own_columns([0] * batch)
+        made = planned(heads, columns, [0] * batch, owners, list(range(queries + 1)), words, device)
+        self.own = replace(made, lengths=lengths)
         # The largest possible number of queries of segments gives the size of a backend's workspace.
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
-        columns = self._columns(nominal, [0] * batch)
-        zeros = [0] * (batch + depth * batch)
-        made = planned(heads, columns, zeros, *self._owners(nominal), words, lengths.device)
-        self.plan = replace(made, lengths=lengths)
+        columns, zeros = self._shared_columns(nominal), [0] * (depth * batch)
+        self.shared = planned(heads, columns, zeros, *self._owners(nominal), words, device)
         self.prefixes: list[PrefixSegment] = []
         self.set((), [0] * batch)
 
-    def _columns(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> list[list[int]]:
-        batch, count = self.batch, self.count
+    def _own_columns(self, ends: Sequence[int]) -> list[list[int]]:
+        count = self.count
         rows = [(b, end, self.tail, count * b, count, count * b) for b, end in enumerate(ends)]
-        earlier = batch * count
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def _shared_columns(self, prefixes: Sequence[PrefixSegment]) -> list[list[int]]:
+        count, earlier, rows = self.count, 0, list[tuple[int, ...]]()
         for start, _, first, sequences in prefixes:
             rows.append((first, start, 0, count * first, count * sequences, earlier))
             earlier += count * sequences
-        rows += [(0,) * 6] * (batch + self.depth * batch - len(rows))
+        rows += [(0,) * 6] * (self.depth * self.batch - len(rows))
         return [list(column) for column in zip(*rows, strict=True)]
 
     def _owners(self, prefixes: Sequence[PrefixSegment]) -> tuple[list[int], list[int]]:
-        """Returns the segments of all queries, and the first entry of each query."""
+        """Returns the shared segments of all queries, and the first entry of each query."""
         owners, starts = list[int](), [0]
         for b in range(self.batch):
-            seen = [self.batch + n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
+            seen = [n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
             for _ in range(self.count):
-                owners += [*seen, b]
+                owners += seen
                 starts.append(len(owners))
         return owners, starts
 
     def set(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> None:
         """Writes shared prefixes, at most ``depth`` of a sequence, and where those of each sequence end."""
-        plan, segments = self.plan, torch.tensor(self._columns(prefixes, ends), dtype=torch.int32)
-        plan.segments.copy_(segments)
-        owners, starts = self._owners(prefixes)
-        plan.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
-        plan.owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
+        self.own.segments.copy_(torch.tensor(self._own_columns(ends), dtype=torch.int32))
+        shared, (owners, starts) = self.shared, self._owners(prefixes)
+        shared.segments.copy_(torch.tensor(self._shared_columns(prefixes), dtype=torch.int32))
+        shared.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
+        shared.owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
         lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32)
         lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
-        plan.lengths[self.batch :].copy_(lengths)
+        shared.lengths.copy_(lengths)
         self.prefixes = [each for each in prefixes if each.length]

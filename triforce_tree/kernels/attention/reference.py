@@ -83,6 +83,15 @@ def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
 
 
+def merge_pair(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges two partial outputs ``[..., D]`` with log-sum-exps, fp32 ``[...]``: :func:`merge_states`."""
+    total = torch.logaddexp(lse, other_lse)
+    # Both are -inf where nothing is seen.
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((each - finite).exp()[..., None] for each in (lse, other_lse))
+    return (out * weight + other * other_weight).to(out.dtype), total
+
+
 @operator("merge_parts", triton=".merge")
 def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges partial outputs like :func:`merge_states`, but from separate tensors, as prefill has them.

@@ -41,7 +41,10 @@ class TritonBackend(AttentionBackend):
     def prefixes(
         self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
-        return self.trees(plan.plan, dtype, kv_dtype, page)
+        from triforce_tree.kernels.attention import launch
+
+        made = (launch.prepare(each, dtype, kv_dtype, page) for each in (plan.own, plan.shared))
+        return launch.PrefixAttention(*made)
 
     def pieces(
         self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype

@@ -92,15 +92,6 @@ class _Trees:
         return torch.cat(outs), torch.cat(lses)
 
 
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merges another part into outputs and log-sum-exps in place, as ``reference.merge_states``."""
-    total = torch.logaddexp(lse, other_lse)
-    finite = total.clamp_min(torch.finfo(total.dtype).min)
-    weight, other_weight = ((each - finite).exp_()[..., None] for each in (lse, other_lse))
-    out.copy_(out * weight + other * other_weight)
-    lse.copy_(total)
-
-
 class _Prefixes:
     """Attention of sequences with shared prefixes, to pages of keys and values.
 
@@ -108,21 +99,15 @@ class _Prefixes:
     """
 
     def __init__(self, prefixes: PrefixPlan) -> None:
-        self._prefixes, self.plan, batch = prefixes, prefixes.plan, prefixes.batch
-        made = prefixes.plan
-        nothing = torch.ones(prefixes.count, prefixes.tail, dtype=torch.bool)
-        own = plan_trees(made.heads, [nothing] * batch, [0] * batch, device="cpu")
-        # The first segments of the plan, which ``PrefixPlan.set`` changes in place.
-        self._own = _Trees(replace(own, lengths=made.lengths[:batch], mask=made.mask))
+        self._prefixes, self.plan = prefixes, prefixes.own
+        self._own = _Trees(prefixes.own)
         self._shared: dict[tuple[int, int, int], _Trees] = {}
 
     def over(self, plan: Plan) -> Self:
         raise NotImplementedError("attention to shared prefixes has only one plan")
 
     def begin(self) -> None:
-        """Copies where the own positions begin: every call reads lengths and masks."""
-        own = self._own.plan.segments
-        own[1] = self.plan.segments[1, : self._prefixes.batch]
+        """Does nothing: every call reads the buffers of the plans."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         return self.states(q, kv, params, first)[0]
@@ -137,7 +122,7 @@ class _Prefixes:
             queries = slice(begin * count, (begin + rows) * count)
             attention = self._attention_to(start, length, rows * count)
             part = attention.states(q[queries], kv._replace(table=kv.table[begin : begin + 1]), alone)
-            _merge(out[queries], lse[queries], *part)
+            out[queries], lse[queries] = reference.merge_pair(out[queries], lse[queries], *part)
         return out, lse
 
     def _attention_to(self, start: int, length: int, queries: int) -> _Trees:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.prefixes import PrefixPlan, segments_of
+from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment, segments_of
 from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.pool.pages import selection, slots_in
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
@@ -91,7 +91,7 @@ class PooledStore(PagedStore):
         total_slots: of a head.
         depth: most segments of shared pages that a sequence begins with.
         shared, own: pages of each sequence, on the host.
-        prefix: int64 ``[B]``, P_b.
+        prefix: int64 ``[B]``, where the prefixes end that a sequence reads together with others.
         pages: int32 ``[B, slots / page]``, the page in ``whole`` of each page of a sequence.
         writable: the same for the sequence's own pages, and -1 for all others.
         chunks: int32 ``[B, slots / chunk]``, the chunk in ``whole`` of each chunk of a retrieval.
@@ -135,9 +135,18 @@ class PooledStore(PagedStore):
         self._tell([plan])
 
     def _tell(self, plans: Sequence[PrefixPlan]) -> None:
-        segments = list(segments_of(self.shared, self.depth, self.page))
+        segments, ends = self._segments()
         for plan in plans:
-            plan.set(segments, [len(pages) * self.page for pages in self.shared])
+            plan.set(segments, ends)
+
+    def _segments(self) -> tuple[list[PrefixSegment], list[int]]:
+        """Returns the prefixes that several sequences read together, and where those of each sequence end."""
+        found = segments_of(self.shared, self.depth, self.page)
+        segments, ends = [each for each in found if each.rows > 1], [0] * self.batch
+        for start, length, first, rows in segments:
+            for b in range(first, first + rows):
+                ends[b] = max(ends[b], start + length)
+        return segments, ends
 
     def set(self, shared: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
         """Sets that sequence b begins with the pages ``shared[b]`` and goes on in the pages ``own[b]``.
@@ -165,7 +174,7 @@ class PooledStore(PagedStore):
         self.writable.copy_(writable)
         chunks = pages[:, :, None] * self._in_page + torch.arange(self._in_page, dtype=torch.int32)
         self.chunks.copy_(chunks.flatten(1))
-        self.prefix.copy_(torch.tensor([len(pages) * self.page for pages in self.shared]))
+        self.prefix.copy_(torch.tensor(self._segments()[1]))
         self._tell(list(self._plans))
 
     def _slots(self, b: int, start: int, stop: int) -> slice | Tensor:

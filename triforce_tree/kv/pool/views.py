@@ -52,17 +52,13 @@ class SharingView(PooledView):
     def __init__(
         self, store: PooledStore, queries: int, mask: Tensor | None, depths: Sequence[int] | None
     ) -> None:
-        # Of each sequence after its prefixes, then of the segments of prefixes.
-        count = (1 + store.depth) * store.batch
-        self._all_lengths = torch.zeros(count, dtype=torch.int32, device=store.device)
         # The store refers to them weakly.
         self._plans: list[PrefixPlan] = []
         super().__init__(store, queries, mask, depths)
 
     def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
         store = self.store
-        self.lengths = self._all_lengths[: store.batch]
-        plan = PrefixPlan(heads, mask, store.batch, store.depth, self._all_lengths, self.mask)
+        plan = PrefixPlan(heads, mask, store.batch, store.depth, self.lengths, self.mask)
         store.keep_current(plan)
         self._plans.append(plan)
         return store.attention.prefixes(plan, store.dtype, kv_dtype, store.page)
