@@ -355,7 +355,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "saved" / "a"
 
 
-def test_a_folder_with_an_adapter(folder: Path) -> None:
+def test_a_folder_with_an_adapter(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peft.PeftModel.from_pretrained(based(folder.parents[1]), folder)
     expected = own(model)
     assert expected != EXPECTED[:NEW]
@@ -368,6 +368,11 @@ def test_a_folder_with_an_adapter(folder: Path) -> None:
     # A relative path of the base is also looked for beside the adapter.
     change(folder, base_model_name_or_path="../../base")
     assert decoded(small(str(folder))) == expected
+    # Another folder has that name where the process runs.
+    (tmp_path / "elsewhere" / "here" / "now").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "base").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere" / "here" / "now")
+    assert decoded(small(folder)) == expected
 
 
 def change(folder: Path, **fields: Any) -> None:

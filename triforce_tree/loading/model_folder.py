@@ -160,9 +160,9 @@ def _base_of(content: dict[str, Any], folder: Path, source: str | Path) -> str |
     name = f"set base_model_name_or_path in its {ADAPTER} to the folder of that model"
     if not isinstance(base, str) or not base:
         raise ValueError(f"the adapter in {str(source)!r} does not name its base model; {name}")
-    # Where peft finds it, or beside the adapter.
-    places = [Path(base), folder / base]
-    found = next((place for place in places if place.is_dir()), None)
+    # Where peft finds it, or beside the adapter. Any folder may have the name of a relative path.
+    places = [place for place in (Path(base), folder / base) if place.is_dir()]
+    found = next((place for place in places if (place / "config.json").is_file()), next(iter(places), None))
     if found is None and revision not in (None, "main"):
         raise ValueError(
             f"the adapter in {str(source)!r} names revision {revision!r} of its base model {base!r}; "
