@@ -87,6 +87,37 @@ def test_one_alone_follows_them_too(name: str) -> None:
     assert distance(TREES["tree"], name, []) < NOISE
 
 
+@pytest.mark.parametrize("beside", [["cold"], ["greedy"], ["top-p"], ["all"]], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stages_that_serve_more_options_draw_from_the_same_distribution(name: str, beside: list[str]) -> None:
+    """Where making stages takes seconds, a batch of fewer options is decoded by those that exist."""
+    case, own = Case(2, 3, 2, None, {"tree": "static:0;1", "runner_ups": False}), OPTIONS[name]
+    generations = case.generations(neighbours=[OPTIONS[each] for each in beside])
+    program = generations.program
+    program.prepare(*OPTIONS.values())
+    widest, program.makes_slowly = program.selected, True
+    made = generations.distribution(own, case.tokens, case.passes, case.plan)
+    assert program.selected is widest
+    assert list(program.prepared.values()) == [widest]
+    assert total_variation(made, target_distribution(generations.target, own, PROMPT, case.tokens)) < NOISE
+
+
+def test_stages_of_fewer_options_serve_no_others() -> None:
+    case = Case(2, 3, 2, None, {"tree": "chain:1", "runner_ups": False})
+    program = case.generations(batch=2).program
+    program.makes_slowly = True
+    # Each adds an option that those before it do not have.
+    for count, name in enumerate(["greedy", "hot", "top-k", "bias", "repetition"], 1):
+        program.prepare(OPTIONS[name])
+        assert len(program.prepared) == count
+    program.prepare(OPTIONS["hot"], OPTIONS["greedy"])
+    assert program.selected.to_probs.mixed
+    kinds = [stages.to_probs.kind for stages in program.prepared.values()]
+    assert len(set(kinds)) == len(kinds)
+    program.prepare(OPTIONS["hot"], masked=True)
+    assert program.masked
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", OPTIONS)

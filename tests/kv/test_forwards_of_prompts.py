@@ -35,6 +35,16 @@ def test_whole_chunks_are_known_after_pauses(pause: int | None) -> None:
     assert cached.whole == [(LENGTH - 1) // CHUNK * CHUNK]
 
 
+def test_a_text_that_is_cut_within_a_chunk_goes_on_by_other_forwards() -> None:
+    cached = CachedTokens(1, CHUNK)
+    cached.fed(0, TEXT[:20_001], 0)
+    cached.keep(0, 10_000)
+    cached.fed(0, TEXT, 10_000)
+    assert cached.whole == [2 * CHUNK]
+    cached.fed(0, TEXT, 2 * CHUNK)
+    assert cached.whole == [(LENGTH - 1) // CHUNK * CHUNK]
+
+
 def test_tokens_after_another_beginning_are_not_whole_chunks() -> None:
     """A prompt that ends within a forward is continued by other forwards than those of a prefill."""
     cached = CachedTokens(1, CHUNK)

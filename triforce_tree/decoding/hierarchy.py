@@ -47,6 +47,8 @@ None if each sequence has its own slots."""
 _MAX_SEQ_LEN_STEP = 1024
 # The most configurations whose trees are remembered: requests of different lengths may have different ones.
 _MOST_CONFIGS = 64
+# The most programs for other numbers of sequences; a batch of up to 512 that prompts join has as many.
+_MOST_BESIDE = 4
 _LOG = logging.getLogger(__name__)
 
 
@@ -486,10 +488,15 @@ class Hierarchy:
             program = self._new_program(prompts, longest, last.levels, False, None, pool, [last.cache])
         else:
             program.cache.take_over(last.cache)
+            if pool is not None:
+                program.cache.backend.share(pool)
         if program.cache.backend.store.memory is last.cache.backend.store.memory:
             # A drafter that the user gave is bound to one program at a time.
             if self.own_drafter is None:
                 self._beside[last.batch] = last
+            if len(self._beside) > _MOST_BESIDE:
+                # The program that was used longest ago goes.
+                del self._beside[next(iter(self._beside))]
         else:
             self._beside.clear()
             last.cache.close()

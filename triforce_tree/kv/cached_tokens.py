@@ -59,7 +59,8 @@ class CachedTokens:
         """Records that sequence b is overwritten from position ``count`` on."""
         del self.held[b][count:]
         self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
-        self._steps[b] = min(self._steps[b], count)
+        if count < self._steps[b]:
+            self._steps[b] = self.whole[b]
         self._roots[b] = None
 
     def take(self, kept: "CachedTokens", lengths: Sequence[int]) -> None:

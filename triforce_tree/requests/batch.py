@@ -99,9 +99,10 @@ class Batch:
         kept = most is not None and backend.resizes and self._hierarchy.own_drafter is None
         if not backend.replaces or not self._request.to_probs.in_stages or not (kept or on_cpu):
             return
-        size = wanted = max(joining.wanted(self._fits), len(self._loop.running))
+        wanted = max(joining.wanted(self._fits), len(self._loop.running) + len(self._waiting))
+        size = wanted = min(wanted, most or wanted)
         if most is not None and kept:
-            size = next(each for each in sizes_of(most) if each >= min(wanted, most))
+            size = next(each for each in sizes_of(most) if each >= wanted)
         self._passes_with_fewer = self._passes_with_fewer + 1 if size < now else 0
         if size > now and self._full != now:
             assert self._pool is not None, "prompts that join have a pool"

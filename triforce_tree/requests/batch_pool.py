@@ -144,7 +144,7 @@ class BatchPool:
             return self._fitting(fitting, most)
         else:
             found = self._fitting(fitting, self._max_batch)
-        made = hierarchy.places
+        made = hierarchy.places if serves else set[int]()
         sizes = [size for size in sizes_of(self._max_batch) if size <= found or size in made]
         return next((size for size in sizes if size >= most), max(sizes, default=found))
 
