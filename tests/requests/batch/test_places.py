@@ -286,6 +286,26 @@ def test_a_beginning_is_computed_once_whatever_the_last_call_had_in_common(fed: 
         assert sum(fed) == CHUNK * 7 // 2 + 9 * count
 
 
+def test_places_that_another_batch_had_say_nothing_about_a_longer_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory suffices for 32 places of short texts, and for fewer of long ones."""
+    engine = SHARING["plain"]()
+
+    def fitting(*how: Any) -> int:
+        most, prompt = how[3:5]
+        return min(most, 32 if prompt <= 1024 else 8)
+
+    monkeypatch.setattr("triforce_tree.requests.batch_pool.fitting_batch", fitting)
+    for length, most in ((60, 32), (1500, 8)):
+        prompts = [[*prompt_of(length), number] for number in range(10)]
+        clients = Clients(engine, [])
+        clients.decode([Client(prompt, 2) for prompt in prompts], 32)
+        assert max(clients.places) == most
+        for number, client in enumerate(clients.begun):
+            client.check(clients.outputs[number], reference(TARGET, client.prompt, 2), f"{number}")
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_no_more_than_the_most_are_decoded_together(prefix_cache: bool) -> None:
     """A source may want more, with slots of each sequence's own as well."""
