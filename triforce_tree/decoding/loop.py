@@ -338,9 +338,10 @@ class DecodingLoop:
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.draws
             self._chooser = None
-        self.joining = [*self._chunked.running.values(), *self._later, *self.joining]
+        unread = self._chunked.running
+        self.joining = [*unread.values(), *self._later, *self.joining]
         self.sequences = [
-            None if b in self._chunked and b not in self._chunked.running else sequence
+            sequence if b in unread or b not in self._chunked else None
             for b, sequence in enumerate(self.sequences)
         ]
         self._chunked.remove_all()

@@ -33,8 +33,27 @@ from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 
+class _Launched:
+    """Attention whose kernels read all that varies from the buffers of its plans."""
+
+    def begin(self) -> None:
+        """Does nothing."""
+
+    def run(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> Tensor:
+        """See ``backend.Attention``."""
+        return self.states(q, kv, params, first)[0]
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``backend.Attention``."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class TritonAttention:
+class TritonAttention(_Launched):
     """A plan with the tiles and the workspace of the kernels; see ``backend.Attention``.
 
     Attributes:
@@ -57,15 +76,6 @@ class TritonAttention:
     def over(self, plan: Plan) -> "TritonAttention":
         """Returns this attention with another plan of the same sizes; both share tiles and workspace."""
         return replace(self, plan=plan)
-
-    def begin(self) -> None:
-        """Does nothing: the kernels read the buffers of the plan."""
-
-    def run(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
-    ) -> Tensor:
-        """See ``backend.Attention``."""
-        return self.states(q, kv, params, first)[0]
 
     def states(
         self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
@@ -104,7 +114,7 @@ class TritonAttention:
 
 
 @dataclass(frozen=True)
-class PrefixAttention:
+class PrefixAttention(_Launched):
     """Attention with a ``PrefixPlan``: the parts of each query are merged by their log-sum-exps.
 
     Attributes:
@@ -122,15 +132,6 @@ class PrefixAttention:
     def over(self, plan: Plan) -> "PrefixAttention":
         """Returns this attention with another plan of the last positions."""
         return replace(self, own=self.own.over(plan))
-
-    def begin(self) -> None:
-        """Does nothing: the kernels read the buffers of the plans."""
-
-    def run(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
-    ) -> Tensor:
-        """See ``backend.Attention``."""
-        return self.states(q, kv, params, first)[0]
 
     def states(
         self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None

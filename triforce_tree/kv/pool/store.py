@@ -132,12 +132,7 @@ class PooledStore(PagedStore):
     def keep_current(self, plan: PrefixPlan) -> None:
         """Gives a plan the prefixes now and whenever they change."""
         self._plans.add(plan)
-        self._tell([plan])
-
-    def _tell(self, plans: Sequence[PrefixPlan]) -> None:
-        segments, ends = self._segments()
-        for plan in plans:
-            plan.set(segments, ends)
+        plan.set(*self._segments())
 
     def _segments(self) -> tuple[list[PrefixSegment], list[int]]:
         """Returns the prefixes that several sequences read together, and where those of each sequence end."""
@@ -174,8 +169,10 @@ class PooledStore(PagedStore):
         self.writable.copy_(writable)
         chunks = pages[:, :, None] * self._in_page + torch.arange(self._in_page, dtype=torch.int32)
         self.chunks.copy_(chunks.flatten(1))
-        self.prefix.copy_(torch.tensor(self._segments()[1]))
-        self._tell(list(self._plans))
+        segments, ends = self._segments()
+        self.prefix.copy_(torch.tensor(ends))
+        for plan in self._plans:
+            plan.set(segments, ends)
 
     def _slots(self, b: int, start: int, stop: int) -> slice | Tensor:
         """Returns the slots of positions ``start`` to ``stop`` of a sequence."""
