@@ -466,10 +466,7 @@ class Hierarchy:
         if split is not None:
             self.release()
         program = self._new_program(prompts, max_seq_len, levels, few_bits, pinned, pool, kept)
-        if program.drafter is not None and earlier is not None:
-            program.drafter.take_over(earlier)
-        self.last_program, self._serves = program, serves
-        self._bound[:] = [weakref.ref(program)]
+        self._follow(program, serves, earlier)
         if split is not None:
             self._offloaded.append(program)
         return program
@@ -500,12 +497,16 @@ class Hierarchy:
         else:
             self._beside.clear()
             last.cache.close()
-        if program.drafter is not None and last.drafter is not None:
-            program.drafter.take_over(last.drafter)
         program.learnt = last.learnt
+        self._follow(program, serves, last.drafter)
+        return program
+
+    def _follow(self, program: DecodingProgram, serves: "_Served", earlier: Drafter | None) -> None:
+        """Makes a program the last one; its drafter takes over what an earlier one has computed."""
+        if program.drafter is not None and earlier is not None:
+            program.drafter.take_over(earlier)
         self.last_program, self._serves = program, serves
         self._bound[:] = [weakref.ref(program)]
-        return program
 
     def _new_program(
         self,
