@@ -1,5 +1,8 @@
 """Many clients: a fair queue, a time limit, prompts that are prefilled between passes, clients that leave."""
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,11 +13,11 @@ import openai
 import pytest
 
 import triforce_tree
-from scripts.checks.disconnects import run
 from scripts.checks.served import serving
 from tests.support.models.api_cases import CHUNKED, characters
 from tests.support.models.ended_early import wired
 from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.processes.processes import environment
 from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, released, until
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
@@ -166,7 +169,10 @@ def test_a_long_prompt_does_not_stop_a_running_text(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("requests", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_clients_that_leave_leave_nothing_behind(requests: int) -> None:
-    report = run(triforce_tree.load(device="cpu"), requests, 12)
-    assert report.problems == []
-    assert report.outcomes.total() == requests
-    assert min(report.outcomes["whole"], report.outcomes["left"]) > requests // 10
+    """In a process of its own, whose memory other tests do not use."""
+    words = [sys.executable, "-m", "scripts.checks.disconnects", str(requests), "12"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert sum(outcomes.values()) == requests
+    assert min(outcomes["whole"], outcomes["left"]) > requests // 10

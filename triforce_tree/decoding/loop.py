@@ -338,12 +338,9 @@ class DecodingLoop:
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.draws
             self._chooser = None
-        unread = self._chunked.running
-        self.joining = [*unread.values(), *self._later, *self.joining]
-        self.sequences = [
-            sequence if b in unread or b not in self._chunked else None
-            for b, sequence in enumerate(self.sequences)
-        ]
+        self.joining = [*self._chunked.running.values(), *self._later, *self.joining]
+        # The cache does not hold these texts. Another sequence may have joined at such an index.
+        self._remove(b for b in self._ended if b in self._chunked)
         self._chunked.remove_all()
         self._later = []
         self._made = self._prefilled = False

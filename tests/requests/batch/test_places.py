@@ -22,6 +22,8 @@ from triforce_tree.requests.streamers import TokenStreamer
 TEXT = prompt_of(400)
 # They branch within and between chunks of 16 tokens.
 DOCUMENTS = [TEXT[:150], TEXT[:70] + TEXT[200:300], TEXT[::-1][:90], TEXT[:33]]
+# Seconds of prefill between two passes: with none, each chunk is followed by a pass.
+PAUSE = "triforce_tree.decoding.chunked_prefill._PAUSE"
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8},
@@ -198,8 +200,27 @@ def test_texts_go_on_through_changes_of_places(kind: str) -> None:
         assert changes[:3] == [(2, 8), (8, 2), (2, 8)]
 
 
-def test_random_clients_get_their_texts() -> None:
+@pytest.mark.parametrize("kind", ["plain", "three levels"])
+def test_a_client_who_takes_the_place_of_a_prompt_half_read_is_not_lost(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One leaves during the prefill; its place is taken in the very pass in which the batch grows."""
+    monkeypatch.setattr(PAUSE, 0.0)
+    engine = KINDS[kind]()
+    leaves = Client(TEXT[::-1][:200], 4, 2, leaves=("passes", 3))
+    coming = [leaves, *(Client([*DOCUMENTS[0][:140], number], 9, 5) for number in range(2))]
+    clients = Clients(engine, coming)
+    clients.decode([Client(DOCUMENTS[0], 40)], 8)
+    assert clients.outputs[1].new_tokens == 0, "it has left before its prompt was read"
+    for number, client in enumerate(clients.begun):
+        client.check(clients.outputs[number], reference(TARGET, client.prompt, client.new), f"{number}")
+    check_end(engine)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_random_clients_get_their_texts(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come and leave at random, with options and seeds of their own, one batch after the other."""
+    monkeypatch.setattr(PAUSE, pause)
     seed = random.randrange(2**32)
     draw, alone = random.Random(seed), lone_texts(KINDS["plain"]())
     kind = draw.choice(list(KINDS))
