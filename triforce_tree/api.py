@@ -86,7 +86,7 @@ def load(
             :class:`Medusa`, :class:`Eagle3`, or one of your own
             (:class:`~triforce_tree.drafters.base.Drafter`). The draft model, MTP layers and folders take
             ``tree``. By default the draft where there is one, else MTP layers where there are some, and else
-            suffix matching. ``lookup=N`` is suffix matching alone, or matched tokens in the trees of another.
+            suffix matching.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
@@ -125,8 +125,6 @@ def load(
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
     check_drafter_options(drafter, draft, given)
-    if own is None and config.levels != 1:
-        config.matched_tokens(draft is not None or drafter == "mtp")
     target = unwrapped(target, "target")
     target = gguf_path(target, gguf_file)
     packed = is_gguf(target)
@@ -157,7 +155,8 @@ def load(
     def engine(layers: Drafter | None = None) -> Engine:
         return Engine(loaded, own or layers or small, tokenizer, config, given, streamed, own_tokenizer)
 
-    if drafter == "mtp" or not (packed or streamed or group or _names_drafter(drafter, draft, given, config)):
+    drafts = drafter is not None or draft is not None or config.levels == 1
+    if drafter == "mtp" or not (packed or streamed or group or drafts):
         return _with_mtp(loaded, given, drafter == "mtp", engine)
     return engine()
 
@@ -180,11 +179,6 @@ def _with_mtp(
             raise
         _LOG.warning("%s; matches of earlier text draft instead", error)
         return engine(None)
-
-
-def _names_drafter(drafter: object, draft: object, given: Mapping[str, Any], config: HierarchyConfig) -> bool:
-    """Returns whether the user has said what drafts."""
-    return drafter is not None or draft is not None or "lookup" in given or config.levels == 1
 
 
 def generate(
@@ -258,7 +252,7 @@ def custom_generate(
                     drafts = own or layers or small
                     return Engine(model, drafts, own_tokenizer, config, given, draft_tokenizer=others)
 
-                if drafter == "mtp" or not _names_drafter(drafter, draft, given, config):
+                if drafter == "mtp" or not (drafter is not None or draft is not None or config.levels == 1):
                     made = _with_mtp(model, given, drafter == "mtp", engine)
                 else:
                     made = engine()

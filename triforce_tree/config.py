@@ -7,13 +7,12 @@ from typing import Any, TypedDict
 
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.option_checks import alone, misplaced_option, one_of, unknown_option, within
-from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
+from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
 # The most tokens that one pass may propose.
 MOST_PROPOSED = 1024
 # Together with the root they are one tile of 16 rows in the target's forward.
-_MATCHED_ALONE = 15
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
 
@@ -100,7 +99,6 @@ class HierarchyConfig:
     - ``rounds`` None: before each pass, from measured acceptance and stage times.
     - ``other_trees`` None: by the device if ``tree`` is not given, else none.
     - ``runner_ups`` None: on a GPU.
-    - ``lookup`` None: 15 tokens without a draft model, else none.
     - ``retrieval_weight_bits`` "auto": when buffers are made, by free memory.
     - ``prefill_chunk`` None: by the device.
     - ``attention_backend`` "auto": by the device (``kernels/attention/backend.py``).
@@ -117,7 +115,6 @@ class HierarchyConfig:
     other_trees: str | Sequence[str | Shape] | None = None
     runner_ups: bool | None = None
     tail_tree: bool = False
-    lookup: int | None = None
     retrieval_weight_bits: int | str = "auto"
     rounds: int | None = None
     prefill_chunk: int | None = None
@@ -138,8 +135,6 @@ class HierarchyConfig:
         within("gamma", self.gamma, 1, MOST_PROPOSED)
         if self.rounds is not None:
             within("rounds", self.rounds, 1, MOST_PROPOSED)
-        if self.lookup is not None:
-            within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
             within("prefill_chunk", self.prefill_chunk, 1)
         one_of("retrieval_weight_bits", self.retrieval_weight_bits, 16, 8, 4, "auto")
@@ -156,7 +151,7 @@ class HierarchyConfig:
             object.__setattr__(self, "tree", tree_shape(self.tree).name)
         tree_shape(self.tree)
         if self.other_trees is not None:
-            object.__setattr__(self, "other_trees", other_shapes(self.other_trees, bool(self.lookup)))
+            object.__setattr__(self, "other_trees", other_shapes(self.other_trees))
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):
@@ -196,24 +191,6 @@ class HierarchyConfig:
             alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
         if self.exact:
             alone("exact=True", {**refused, **split})
-
-    def matched_tokens(self, grows: bool) -> int:
-        """Returns the most tokens that suffix matching proposes in a pass, alone or in the trees of another
-        drafter.
-
-        Args:
-            grows: whether there is another drafter.
-
-        Raises:
-            ValueError: there is none and ``lookup`` is 0, so that nothing would be proposed.
-        """
-        if self.lookup == 0 and not grows:
-            raise ValueError(
-                "lookup=0 proposes nothing, and nothing else drafts; use at least 1, or levels=1"
-            )
-        if self.lookup is None:
-            return 0 if grows else _MATCHED_ALONE
-        return self.lookup
 
     @cached_property
     def text_ranks(self) -> int:

@@ -262,8 +262,8 @@ class Engine:
         """Returns an engine over the same models with other options of :func:`load`.
 
         Raises:
-            ValueError: the options are impossible; ``offload_weights`` differs; or ``tree`` or ``lookup`` was
-                given although the drafter does not take it.
+            ValueError: the options are impossible; ``offload_weights`` differs; or ``tree`` was given
+                although the drafter does not take it.
         """
         given = flat_options(options)
         check_drafter_options(self._hierarchy.own_drafter, self._hierarchy.draft, given)

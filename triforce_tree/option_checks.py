@@ -37,7 +37,7 @@ _ELSEWHERE = {
     "speculative_model": _DRAFT,
     "num_speculative_tokens": "advanced={'gamma': N} bounds what a pass proposes",
     "num_assistant_tokens": "advanced={'gamma': N} bounds what a pass proposes",
-    "prompt_lookup_num_tokens": "advanced={'lookup': N} proposes tokens that followed the newest before",
+    "prompt_lookup_num_tokens": "drafter='lookup' proposes tokens that followed the newest before",
     "device_map": _DEVICES,
     "n_gpu_layers": _DEVICES,
     "load_in_4bit": _QUANTISED,

@@ -153,11 +153,7 @@ BAD = {
     "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),
     "tree of prompt lookup": (
         ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
-        "set lookup=N",
-    ),
-    "lookup of nothing": (
-        ["generate", "PROMPT", "--target", "TARGET", "--advanced", "lookup=0"],
-        "lookup=0 proposes nothing",
+        "suffix matching proposes chains",
     ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),

@@ -101,9 +101,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "tree file": (["generate", "TEXT", "--tree", "/nowhere/tree.json"], "there is no such file"),
     "tree of nothing": (
         ["generate", "TEXT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
-        "set lookup=N",
+        "suffix matching proposes chains",
     ),
-    "lookup of nothing": (["generate", "TEXT", "--target", "TARGET", "--advanced", "lookup=0"], "lookup=0"),
     "budget": (["explain", "TEXT", "--budget", "10"], "use budget>=264"),
     "gpu memory": (["generate", "TEXT", "--gpu-memory", "lots"], "lots"),
     "both": (["generate", "TEXT", "--exact", "--kv-bits", "8"], "exact=True does not work with kv_bits=8"),

@@ -88,7 +88,7 @@ GIVEN_ADVANCED = {
     "recent": ("32", 32), "refresh": ("0", 0), "sinks": ("2", 2), "window": ("64", 64),
     "prefill_chunk": ("128", 128), "key_variance": ("true", True), "prefix_cache": ("2GiB", "2GiB"),
     "context_parallel": ("1", 1), "host_attention": ("false", False),
-    "offload_weights": ("false", False), "lookup": ("null", None),
+    "offload_weights": ("false", False),
 }  # fmt: skip
 
 
@@ -121,12 +121,6 @@ def test_bits_of_level_1_can_be_auto(pair: TinyPair, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         arguments.parser().parse_args([*words, "5"])
     assert "'5' is none of 16, 8, 4, auto" in capsys.readouterr().err
-
-
-def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
-    words = ["generate", "--target", pair.target, "--device", "cpu", "--advanced", "lookup=3"]
-    engine = options.engine_of(arguments.parser().parse_args(words))
-    assert engine.config.lookup == 3
 
 
 @pytest.mark.parametrize("name", ["offload", "exact"])

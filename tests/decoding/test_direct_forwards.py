@@ -96,7 +96,7 @@ def test_a_lookup_that_finds_nothing_forwards_the_root_alone(
     """No token of the prompt occurs twice, so that only new tokens can be found again."""
     target = HFModel(model("llama-gqa"))
     config = HierarchyConfig.from_options(
-        levels=levels, lookup=5, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
+        levels=levels, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
     )
     program = DecodingProgram(target, SuffixMatching(5), config, 1, 150, levels)
     vocabulary = sorted({*prompt_of(60)})

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.support.distributions.enumerated_noise import CraftedDraws, EnumeratedNoise
 from tests.support.distributions.enumeration import NOISE, Walk
 from tests.support.distributions.generation_cases import BOTH, Case
+from tests.support.distributions.generation_cases import CASES as ALL_CASES
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step import accept, traversal
 from triforce_tree.kernels.step.draws import draw_tokens
@@ -28,7 +29,7 @@ CASES = {
     "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
     "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
     "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
-    "merged": Case(2, 3, 2, 1, {"tree": "chain:1", "runner_ups": False, "lookup": 1}),
+    "drawn, then fixed": ALL_CASES["drawn, then fixed, 2 levels"],
 }
 
 Noisy = type[EnumeratedNoise]
@@ -226,8 +227,8 @@ FAULTS: dict[str, Fault] = {
     "shifted q at level 2": ("two rounds", judged(shifted_q, "chain"), sound),
     "shifted p at level 1": ("runner-ups", judged(shifted_p, "trees"), sound),
     "shifted p, siblings": ("siblings", judged(shifted_p), sound),
-    "a chain judged as drawn": ("merged", judged(none_fixed), sound),
-    "no residual, merged": ("merged", EnumeratedNoise, no_residual),
+    "a fixed sibling judged as drawn": ("drawn, then fixed", judged(none_fixed), sound),
+    "no residual, then fixed": ("drawn, then fixed", EnumeratedNoise, no_residual),
     "with replacement": ("siblings", EnumeratedNoise, with_replacement),
     "best runner-up": ("runner-ups, four tokens", BestRunnerUp, sound),
     "runner-up of the next": ("runner-ups, four tokens", RunnerUpOfTheNext, sound),

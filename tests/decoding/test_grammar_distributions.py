@@ -45,7 +45,9 @@ def test_the_greedy_text_is_that_of_the_masked_target(name: str) -> None:
     assert generations.runs == 1
 
 
-@pytest.mark.parametrize("name", ["plain", "best-first", "runner-ups", "merged, chain", "matched tokens"])
+@pytest.mark.parametrize(
+    "name", ["plain", "best-first", "runner-ups", "drawn, then fixed, 2 levels", "matched tokens"]
+)
 @pytest.mark.parametrize("batch", [2, 9])
 def test_other_grammars_in_the_batch_change_nothing(name: str, batch: int) -> None:
     case = CASES[name]
@@ -89,11 +91,11 @@ FAULTY_CASES = {
     "live tree": CASES["best-first"],
     "hierarchy": CASES["hierarchy"],
     "runner-ups": Case(3, 3, 2, 1, BOTH),
-    "merged": CASES["merged, tree"],
+    "drawn, then fixed": CASES["drawn, then fixed, 2 levels"],
 }
 
 
-DRAFTING = ("chain", "siblings", "live tree", "hierarchy", "runner-ups", "merged")
+DRAFTING = ("chain", "siblings", "live tree", "hierarchy", "runner-ups", "drawn, then fixed")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_prompts_of_any_length_are_served(levels: int, length: int) -> None:
 @pytest.mark.parametrize("levels", [2, 3])
 def test_prompt_lookup_proposes_and_is_verified(levels: int) -> None:
     prompt = prompt_of(23) * 4
-    engine = engine_of(draft=False, levels=levels, lookup=5)
+    engine = engine_of(draft=False, levels=levels)
     out = engine.generate(prompt, max_new_tokens=60, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == reference(model("llama-gqa"), prompt, 60)
     assert out.levels[0].name == "lookup"

@@ -278,7 +278,6 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"drafter": with_tree("chain:129")},
         "tree='chain:129' cannot be read: a tree has at most 1024 proposed tokens and a depth of 128",
     ),
-    "long lookup": ({"drafter": "lookup", "lookup": 129}, r"lookup=129 must be .*128"),
 }
 
 

@@ -15,7 +15,7 @@ from tests.support.distributions.enumeration import NOISE, exact_distribution, s
 from tests.support.distributions.generation_cases import BOTH, TOKENS, Case
 from tests.support.distributions.generation_distributions import Generations, stranger
 from tests.support.distributions.head_folders import eagle, medusa, mtp
-from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
+from tests.support.models.own_drafters import DrawnThenFixed, FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.decoding.stages import ChainVerifyStage, DraftStage
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.suffix_matching import SuffixMatching
@@ -145,10 +145,10 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
         )
         for tree in ("static:1;0.1", "best-first:2,2")
     },
-    "merged, chain": drafting(2, 3, trees, tree="chain:2", lookup=3),
-    "merged, siblings": drafting(2, 4, trees, tree="static:2", lookup=2),
-    "merged, best-first": drafting(2, 3, trees, tree="best-first:2,2", lookup=4),
-    "level 1, merged": drafting(3, 3, chains, tree="static:0;1", lookup=2, runner_ups=False),
+    "drawn, then fixed": drafting(2, 4, trees, partial(DrawnThenFixed, "static:2;0.0;1.0", 4)),
+    "level 1, drawn, then fixed": drafting(
+        3, 3, chains, partial(DrawnThenFixed, "static:0;1", 3), runner_ups=False
+    ),
     "level 1, lookup": drafting(3, 3, chains, partial(SuffixMatching, 2), runner_ups=True, rounds=1, gamma=2),
     "level 1, fixed siblings": drafting(
         3, 3, chains, partial(FixedSiblings, "static:0;1;0.0", 3), runner_ups=False
@@ -167,7 +167,6 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
             ("chain", {"tree": "chain:2", "runner_ups": False}),
             ("siblings", {"tree": "static:0;1", "runner_ups": True}),
             ("best-first", {"tree": "best-first:2,1", "runner_ups": False}),
-            ("merged", {"tree": "chain:1", "runner_ups": False, "lookup": 2}),
         )
     },
     "level 1, runner-ups, two rounds": drafting(3, 2, chains, tree="chain:2", runner_ups=True, rounds=2),

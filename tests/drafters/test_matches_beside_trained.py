@@ -19,7 +19,6 @@ from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.shapes import WithChain
 from triforce_tree.verify.probs import Sampler
 
 
@@ -117,11 +116,9 @@ TREES = ("best-first:2,2", "best-first:8,8")
     ("options", "others"),
     [
         ({}, (*TREES, "lookup:12", "lookup:31")),
-        ({"lookup": 0}, TREES),
         ({"other_trees": "lookup:4"}, ("lookup:4",)),
         ({"other_trees": "chain:1 lookup:4"}, ("chain:1", "lookup:4")),
         ({"other_trees": "none"}, ()),
-        ({"lookup": 3}, tuple(WithChain(tree, 3) for tree in TREES)),
     ],
 )
 def test_options_of_a_folder(options: dict[str, Any], others: tuple[str, ...], tmp_path: Path) -> None:

@@ -315,9 +315,9 @@ def test_by_the_engine() -> None:
     assert not torch.equal(one, other)
 
 
-def test_three_levels_and_matched_tokens_by_the_engine() -> None:
+def test_three_levels_by_the_engine() -> None:
     target = model("llama-gqa")
-    options = {"rounds": 2, "budget": 24, "chunk": 4, "recent": 8, "lookup": 4}
+    options = {"rounds": 2, "budget": 24, "chunk": 4, "recent": 8}
     budget = options.pop("budget")
     engine = triforce_tree.load(target, recurrent("lfm2"), levels=3, budget=budget, advanced=options)
     out = engine.generate(PROMPTS[0], max_new_tokens=12, do_sample=False)

@@ -1,18 +1,15 @@
-"""Suffix matching as a drafter, alone and merged into trees; ``tests/kernels/suffix`` tests the search."""
+"""Suffix matching as a drafter; ``tests/kernels/suffix`` tests the search."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 import triforce_tree
-from tests.support.models.families import greedy, perturbed, tiny
-from tests.support.models.own_drafters import FixedSiblings, TableDraws
+from tests.support.models.families import greedy, tiny
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
-from triforce_tree.kernels.step.accept import FIXED
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -144,56 +141,22 @@ def test_proposals_that_do_not_follow_become_shorter() -> None:
     assert lengths[-1][1] == 8
 
 
-def test_a_merged_tree_is_that_of_its_drafter_where_nothing_matches() -> None:
-    alone = Proposing(TableDraws("static:0;1;0.0", 5), [[0, 1, 2, 3, 4]], vocabulary=5)
-    merged = Proposing(
-        Merged(TableDraws("static:0;1;0.0", 5), SuffixMatching(6)), [[0, 1, 2, 3, 4]], vocabulary=5
-    )
-    alone.sampler.noise.exponential.copy_(merged.sampler.noise.exponential.exponential_())
-    assert merged.propose() == alone.propose()
-    assert merged.tree.used_nodes == alone.tree.nodes == 4
-    for name in ("parents", "mask_words", "probs_rows"):
-        torch.testing.assert_close(getattr(merged.tree, name)[:, :4], getattr(alone.tree, name))
-    torch.testing.assert_close(merged.tree.probs, alone.tree.probs)
-    assert merged.tree.probs_rows[:, 4:].eq(FIXED).all()
-
-
-def test_a_merged_chain_shares_the_nodes_of_the_tree() -> None:
-    """The children of token t in this tree are 2 t + 0 and 2 t + 1, modulo 100."""
-    fixed = FixedSiblings("static:0;1;0.0", 100)
-    prompt = [3, 10, 20, 40, 77, 78, 79, 10, 50, 51, 3, 10]
-    run = Proposing(Merged(fixed, SuffixMatching(6)), [prompt])
-    run.propose()
-    tokens, parents = run.tree.tokens[0].tolist(), run.tree.parents[0].tolist()
-    assert tokens[:4] == [10, 20, 21, 40]
-    # The tree contains the path 20, 40, and the chain continues after it.
-    assert tokens[4:6] == [-1, -1]
-    [*chain] = [token for token in tokens[6:] if token >= 0]
-    assert chain == [77, 78, 79, 10][: len(chain)]
-    assert not chain or parents[6] == 3
-
-
 TARGET = tiny("llama-gqa", vocab_size=16)
-SMALL = {"gamma": 5, "lookup": 4, "budget": 24, "chunk": 4, "recent": 8}
+SMALL = {"gamma": 5, "budget": 24, "chunk": 4, "recent": 8}
 PHRASE = [3, 9, 1, 4, 12, 7]
-ENGINES: dict[str, dict[str, Any]] = {
-    "alone": {"drafter": "lookup"},
-    "with a draft": {"draft": perturbed(TARGET, 0.1), "tree": "best-first:2,2", "window": 16},
-}
 
 
-@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("rounds", [1, 2, None])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None, name: str) -> None:
-    options = {**ENGINES[name], **SMALL, "levels": levels, "rounds": rounds}
-    engine = triforce_tree.load(TARGET, **load_arguments(options))
+def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None) -> None:
+    options = {**SMALL, "levels": levels, "rounds": rounds}
+    engine = triforce_tree.load(TARGET, drafter="lookup", **load_arguments(options))
     prompts = [(PHRASE * 9)[:length] for length in (50, 37, 41)]
     out = engine.generate(prompts, max_new_tokens=40, do_sample=False)
     width = out.sequences.shape[1]
     for prompt, row in zip(prompts, out.sequences.tolist(), strict=True):
         assert row[width - 40 :] == greedy(TARGET, prompt, 40)
-    assert out.levels[0].name == ("draft" if name != "alone" else "lookup")
+    assert out.levels[0].name == "lookup"
     if rounds is not None:
         # The greedy output of such a small model soon repeats itself.
         assert out.levels[-1].accepted > 20

@@ -185,8 +185,6 @@ def test_texts_that_copy_take_few_passes() -> None:
         ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree but a chain.*name it in other_trees"),
         ({"other_trees": "lookup:4 lookup:4"}, r"asks for suffix-matched tokens twice"),
         ({"other_trees": "lookup:4 lookup:5 lookup:6"}, r"asks for suffix-matched tokens 3 times"),
-        ({"other_trees": "lookup:4 lookup:5", "lookup": 3}, r"asks for suffix-matched tokens twice"),
-        ({"other_trees": "lookup:4", "lookup": 3}, r"asks for suffix-matched tokens twice"),
         ({"other_trees": "lookup:0"}, r"lookup:0.*at least 1"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.support.kernels import step_cases
 from tests.support.kernels.acceptance_cases import LIKENESS, greedy, runner_up, traversal
 from tests.support.kernels.grow_cases import beginning, expansion, placement, scattered
 from tests.support.kernels.step_cases import Problem, selection
-from tests.support.kernels.suffix_cases import graft, indexing, matching
+from tests.support.kernels.suffix_cases import indexing, matching
 
 pytestmark = pytest.mark.gpu
 
@@ -105,8 +105,6 @@ def problems() -> Iterator[Make]:
         yield partial(indexing, batch, most, GPU, entries, seed, (0, 17)[seed % 2])
         for length in (1, 15, 128):
             yield partial(matching, batch, most, GPU, length, 2 + seed, seed, entries)
-    for nodes, length in [(1, 1), (16, 15), (16, 48), (60, 20), (256, 128)]:
-        yield partial(graft, 6, nodes, length, GPU, nodes)
 
 
 def _append_int8(*shape: Any) -> Problem:
@@ -140,7 +138,6 @@ def captured() -> Iterator[Callable[..., Problem]]:
         yield partial(placement, 4, 8, 6, 6, GPU, fixed)
     yield partial(indexing, 4, 300, GPU, 256)
     yield partial(matching, 4, 300, GPU, 15)
-    yield partial(graft, 4, 16, 15, GPU)
     yield partial(cut, partial(traversal, 4, 32, 4096, GPU, 0.3, 10.0, both=0.5))
 
 

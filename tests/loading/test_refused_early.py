@@ -38,7 +38,6 @@ def weightless(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path
         ({"levels": "atuo"}, "did you mean 'auto'?"),
         ({"tree": "cahin:3"}, "did you mean 'chain'?"),
         ({"dtype": "bf17"}, "did you mean 'bf16'?"),
-        ({"lookup": 0}, "lookup=0 proposes nothing"),
         ({"draft": "./nowhere"}, "no such folder: './nowhere'"),
     ],
 )

@@ -202,7 +202,7 @@ def test_models_with_injected_adapters_run_with_them() -> None:
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"levels": 1},
-    "lookup": {"levels": 2, "lookup": 4, "rounds": 1},
+    "lookup": {"levels": 2, "rounds": 1},
     "retrieval": {"levels": 3, "rounds": 2, "draft": DRAFT, "tree": SMALL["tree"]},
 }
 

@@ -224,7 +224,7 @@ def _(model: Any) -> Iterator[None]:
 
 
 def lookup(model: Any) -> Engine:
-    return triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
+    return triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1}))
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
@@ -297,7 +297,7 @@ STILL = [*FAMILIES, "phi3-longrope", "llama-longrope", "llama-dynamic", "llama4"
 def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
     """Writes of forwards, transformers' generate and training are no change."""
     model = tiny(family)
-    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
+    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1}))
     text(engine, SECOND)
     program = engine.last_program
     assert program is not None
@@ -317,12 +317,12 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
 def test_other_models_of_the_process_are_no_change() -> None:
     """transformers keeps tables of the classes that it has made models of."""
     model = tiny("gemma3")
-    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
+    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1}))
     text(engine, SECOND)
     program = engine.last_program
     other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
     text(
-        triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1})),
+        triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
         SECOND,
     )
     text(engine, SECOND)

@@ -41,8 +41,6 @@ def test_a_cpu_keeps_the_defaults() -> None:
     assert settings(gpu=False, grows_trees=False) == defaults
     others = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
     assert settings(gpu=False) == {**defaults, "other_trees": others}
-    without = HierarchyConfig(lookup=0)
-    assert settings(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
     for bits in (16, 8):
         given = HierarchyConfig(retrieval_weight_bits=bits)
         assert settings(given, gpu=False)["retrieval_weight_bits"] == bits
@@ -55,7 +53,7 @@ def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> 
     assert settings(gpu=gpu)["tree"] not in found
     for given in (("tree",), ("other_trees",)):
         assert settings(given=given, gpu=gpu)["other_trees"] is None
-    for changed in ({"tree": "chain:3"}, {"gpu_memory": "8GiB"}, {"offload": True}, {"lookup": 4}):
+    for changed in ({"tree": "chain:3"}, {"gpu_memory": "8GiB"}, {"offload": True}):
         own = HierarchyConfig.from_options(**changed)
         assert settings(own, gpu=gpu)["other_trees"] is None, changed
     assert settings(grows_trees=False, gpu=gpu)["other_trees"] is None

@@ -19,7 +19,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.blocks.drafter import BlockDrafter
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
-from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_layout import Workload
@@ -68,13 +68,12 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         ),
         "speculators": BlockDrafter(speculators_folder(folder / "speculators", target, inputs=(1,))),
         "suffix": SuffixMatching(15),
-        "merged": Merged(Medusa(medusa_folder(folder / "medusa", target)), SuffixMatching(4)),
     }
 
 
 NAMES = [
     "medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "three mtp layers", "block",
-    "DSpark", "DSpark, the target's matrices", "speculators", "suffix", "merged",
+    "DSpark", "DSpark, the target's matrices", "speculators", "suffix",
 ]  # fmt: skip
 
 

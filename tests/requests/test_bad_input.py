@@ -16,8 +16,6 @@ from tests.support.models.families import VOCABULARY, prompt_of, tiny
 from tests.support.models.own_drafters import FixedSiblings
 from tests.support.processes.messages import says
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig, load_arguments
-from triforce_tree.drafters.suffix_matching import SuffixMatching
-from triforce_tree.trees.shapes import WithChain
 
 TARGET = tiny("llama-gqa")
 
@@ -153,10 +151,7 @@ BAD_OPTIONS = [
     ({"sinks": -1}, ("sinks=-1", "at least 0")),
     ({"window": 0}, ("window=0", "at least 1")),
     ({"prefill_chunk": 0}, ("prefill_chunk=0", "at least 1")),
-    ({"lookup": 0}, ("lookup=0", "nothing else drafts", "at least 1")),
-    ({"lookup": -1}, ("lookup=-1", "at least 0")),
     ({"gamma": 10**9}, ("gamma=1000000000", "at most 1024")),
-    ({"lookup": 129}, ("lookup=129", "at most 128")),
     ({"rounds": 10**9}, ("rounds=1000000000", "at most 1024")),
     ({"window": 10**9}, ("window=1000000000", "at most 1048576")),
     ({"sinks": 10**9}, ("sinks=1000000000", "at most 1048576")),
@@ -181,7 +176,7 @@ def test_settings(options: dict, words: tuple[str, ...]) -> None:
         triforce_tree.load(TARGET, **load_arguments(options))
 
 
-LOOKUP_TREE = says("tree='chain:3'", "suffix matching proposes chains", "set lookup=N", "draft model")
+LOOKUP_TREE = says("tree='chain:3'", "suffix matching proposes chains", "draft model")
 OWN_TREE = says("tree='chain:3'", "drafter 'fixed' has a tree of its own", "change drafter.tree")
 
 
@@ -192,7 +187,7 @@ def test_tree_is_refused_where_suffix_matching_proposes(drafter: str | None) -> 
     with pytest.raises(ValueError, match=LOOKUP_TREE):
         triforce_tree.custom_generate(drafter=drafter, tree="chain:3")
     with pytest.raises(ValueError, match=LOOKUP_TREE):
-        triforce_tree.load(TARGET, drafter=drafter, advanced={"lookup": 3}).with_options(tree="chain:3")
+        triforce_tree.load(TARGET, drafter=drafter).with_options(tree="chain:3")
 
 
 def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
@@ -205,28 +200,6 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
 
 
-def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
-    for more in ({}, {"drafter": "model"}):
-        engine = triforce_tree.load(TARGET, TARGET, **load_arguments({**more, "lookup": 8}))
-        assert engine._hierarchy.drafter().matcher.length == 8
-        assert engine.config.tree == WithChain(HierarchyConfig().tree, 8)
-        # Other options leave the chain as it is, and lookup=0 removes it.
-        assert engine.with_options(tree="chain:2", advanced={"gamma": 3}).config.tree == WithChain(
-            "chain:2", 8
-        )
-        assert engine.with_options(advanced={"lookup": 0}).config.tree == HierarchyConfig().tree
-    assert not hasattr(triforce_tree.load(TARGET, TARGET)._hierarchy.drafter(), "matcher")
-
-
-def test_lookup_is_merged_into_the_trees_of_the_users_own_drafter() -> None:
-    own = FixedSiblings("static:0;1", VOCABULARY)
-    engine = triforce_tree.load(TARGET, drafter=own, advanced={"lookup": 8})
-    for made in (engine, triforce_tree.load(TARGET, drafter=own).with_options(advanced={"lookup": 8})):
-        assert made.config.trees == (WithChain("static:0;1", 8),)
-    with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
-        triforce_tree.load(TARGET, drafter=SuffixMatching(4), advanced={"lookup": 8})
-
-
 def test_matched_tokens_take_the_place_of_the_trees_of_the_users_own_drafter() -> None:
     own = FixedSiblings("static:0;1", VOCABULARY)
     engine = triforce_tree.load(TARGET, drafter=own, advanced={"other_trees": "lookup:9 lookup:4"})
@@ -234,12 +207,6 @@ def test_matched_tokens_take_the_place_of_the_trees_of_the_users_own_drafter() -
     assert engine.with_options(advanced={"rounds": 1}).config.shapes == ("static:0;1",)
     with pytest.raises(ValueError, match=says("other_trees='chain:2 lookup:4'", "drafter 'fixed' has")):
         triforce_tree.load(TARGET, drafter=own, advanced={"other_trees": "chain:2 lookup:4"})
-
-
-def test_lookup_is_taken_where_suffix_matching_proposes() -> None:
-    for more in ({}, {"drafter": "lookup"}):
-        engine = triforce_tree.load(TARGET, **load_arguments({**more, "lookup": 3}))
-        assert engine.with_options(advanced={"lookup": 5})._hierarchy.drafter().length == 5
 
 
 def test_the_draft_model_must_be_there_where_it_is_named() -> None:

@@ -27,13 +27,10 @@ def drafting(**options: Any) -> Callable[[], Engine]:
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP)),
-    "lookup": lambda: triforce_tree.load(
-        TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1})
-    ),
+    "lookup": lambda: triforce_tree.load(TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
     "draft": drafting(levels=2, rounds=1),
     "retrieval": drafting(levels=3, rounds=2),
     "8 bits": drafting(levels=3, rounds=2, kv_bits=8, retrieval_weight_bits=8),
-    "both": drafting(levels=2, rounds=2, lookup=4),
     "defaults": drafting(),
     "block": lambda: triforce_tree.load(
         TARGET, drafter=BLOCK, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})

@@ -90,9 +90,7 @@ def engine(levels: int, draft: str) -> Engine:
     if draft == "own":
         own = FixedSiblings("static:0;1;0.0", VOCABULARY)
         return triforce_tree.load(TARGET, drafter=own, levels=levels, **load_arguments(options))
-    return triforce_tree.load(
-        TARGET, drafter="lookup", levels=levels, **load_arguments({**options, "lookup": 3})
-    )
+    return triforce_tree.load(TARGET, drafter="lookup", levels=levels, **load_arguments(options))
 
 
 @cache

@@ -146,9 +146,7 @@ def test_custom_generate_has_the_text() -> None:
     tokenizer = tokenizer_of("Llama 2")
     prompt, new = script_of("Llama 2", "<|user|>")
     model = scripted(tokenizer, [prompt[-1], *new])
-    hook = triforce_tree.custom_generate(
-        tokenizer=tokenizer, stop_strings="<|user|>", levels=2, advanced={"lookup": 2}
-    )
+    hook = triforce_tree.custom_generate(tokenizer=tokenizer, stop_strings="<|user|>", levels=2)
     out = model.generate(
         torch.tensor([prompt]), custom_generate=hook, max_new_tokens=40, do_sample=False,
         return_dict_in_generate=True,

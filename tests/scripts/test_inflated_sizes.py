@@ -83,11 +83,11 @@ def test_the_embedded_target_in_bf16() -> None:
 
 @pytest.mark.parametrize("tree", ["chain:3", "best-first:3,2,2", "static:0;1;0.0"])
 def test_three_levels_accept_what_they_accept_without(tree: str) -> None:
-    """Suffix matching, trees, top-k of the draft and traversal over the large vocabulary."""
+    """Trees, top-k of the draft and traversal over the large vocabulary."""
     small, draft = tiny("llama"), tiny("llama", seed=1)
     big, big_draft = inflate_two(small, draft, WIDE, "40x2x4/4x8x64")
     assert big_draft.config.vocab_size == ENTRIES
-    options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4, "tree": tree, "lookup": 3}
+    options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4, "tree": tree}
     results = []
     for models in ((small, draft), (big, big_draft)):
         engine = triforce_tree.load(*models, **load_arguments(options))

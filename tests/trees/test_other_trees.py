@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.shapes import BestFirst, Static, WithChain, shape_name
+from triforce_tree.trees.shapes import BestFirst, Static, shape_name
 
 
 def test_other_trees_are_checked_and_kept_in_order(tmp_path: Path) -> None:
@@ -22,6 +22,4 @@ def test_other_trees_are_checked_and_kept_in_order(tmp_path: Path) -> None:
         HierarchyConfig(other_trees="chain:1 chain:2 chain:3")
     with pytest.raises(ValueError, match=r"other_trees='bush:3' is no known shape.*lookup:12"):
         HierarchyConfig(other_trees="bush:3")
-    assert [shape_name(s) for s in (BestFirst([2, 1]), "chain:2", WithChain("chain:2", 8))] == [
-        "best-first:2,1", "chain:2", "chain:2 + 8",
-    ]  # fmt: skip
+    assert [shape_name(s) for s in (BestFirst([2, 1]), "chain:2")] == ["best-first:2,1", "chain:2"]

@@ -15,7 +15,6 @@ from triforce_tree.trees.sequoia import Ranks, best_paths
 from triforce_tree.trees.shapes import (
     BestFirst,
     Static,
-    WithChain,
     expected_acceptances,
     load_shape,
     parse_shape,
@@ -154,7 +153,6 @@ def test_best_trees_are_saved_with_all_their_nodes(tmp_path: Path) -> None:
     [
         ("tree.txt", "chain:3", "'.*tree.txt' cannot be read as a tree later; use a name that ends in .json"),
         ("tree.json", "lookup:4", "tree='lookup:4' is no tree but a chain"),
-        ("tree.json", WithChain("chain:2", 3), r"'chain:2 \+ 3' has a chain beside its tree"),
         ("tree.json", "chain:129", "a depth of 128"),
         ("tree.json", "best-first:1025", "at most 1024 proposed tokens"),
         ("tree.json", "nonsense", "is no known shape"),

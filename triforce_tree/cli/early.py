@@ -167,7 +167,7 @@ def _sampling(args: argparse.Namespace) -> None:
 def _engine(args: argparse.Namespace) -> None:
     """Checks the options that ``load`` takes, and the files that they name."""
     options = engine_options(args)
-    config = HierarchyConfig.from_options(**options)
+    HierarchyConfig.from_options(**options)
     _device(args.device)
     target = target_source(args)
     args.drafter, args.draft = with_assistant(args.drafter, args.draft)
@@ -179,8 +179,6 @@ def _engine(args: argparse.Namespace) -> None:
         raise ValueError(f"drafter={args.drafter!r} uses no draft model, and one was given; leave one out")
     if names_trained(args.drafter):
         trained_folder(args.drafter)
-    elif config.levels != 1:
-        config.matched_tokens(draft is not None or args.drafter == "mtp")
     for source in (target, draft):
         if source is None:
             continue

@@ -11,10 +11,9 @@ from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage
 from triforce_tree.drafters.suffix_matching import SuffixMatching
-from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 MATCHED = SuffixMatching.name
-"""The origin of matched tokens, both where they replace a tree and where they are verified beside one."""
+"""The origin of matched tokens."""
 _RETRIEVAL, _TARGET = "retrieval", "target"
 
 
@@ -26,7 +25,7 @@ class _Verified:
 
     Attributes:
         path, counts: int64 ``[B, D + 1]`` and ``[B]``, as in ``Acceptance``.
-        drafter, shape: the name of the drafter, and the shape of its tree.
+        proposer: what proposed the tree: the drafter's name, or ``MATCHED``.
         level_one: whether level 1 verified.
         chain, tail_start: for level 2 over a chain the most tokens of the chain, and the first node of the
             tail; ``chain`` is 0 for any other tree.
@@ -34,8 +33,7 @@ class _Verified:
 
     path: Tensor
     counts: Tensor
-    drafter: str
-    shape: DeviceTreeShape
+    proposer: str
     level_one: bool
     chain: int = 0
     tail_start: int = 0
@@ -43,26 +41,22 @@ class _Verified:
     def names(self, nodes: Sequence[int], chain: Sequence[str]) -> list[str]:
         """Returns what proposed the accepted nodes; ``chain`` names the tokens of the chain."""
         if not self.chain:
-            return self._of_tree(nodes)
+            return [self.proposer] * len(nodes)
         names: list[str] = []
         for node in nodes:
             if node >= self.tail_start:
-                names += self._of_tree([node - self.tail_start + 1])
+                names.append(self.proposer)
             else:
                 # Nodes between the chain and the tail are runner-ups, which the retrieval level drew.
                 names.append(chain[node - 1] if node <= self.chain else _RETRIEVAL)
         return names
 
-    def _of_tree(self, nodes: Sequence[int]) -> list[str]:
-        shape = self.shape
-        return [MATCHED if shape.matched or node >= shape.tree_nodes else self.drafter for node in nodes]
-
 
 class Origins:
     """Names what first proposed each token that a loop commits. It is the loop's ``after_stage``.
 
-    A token is the drafter's if all levels that judged it accepted it, or ``MATCHED`` if it was matched and is
-    no node of the drafter's tree. It is the retrieval level's if that level added it, runner-ups included,
+    A token is the drafter's if all levels that judged it accepted it, or ``MATCHED`` if a chain of matched
+    tokens proposed it. It is the retrieval level's if that level added it, runner-ups included,
     and the target accepted it. The last token of every pass is the target's own.
 
     Args:
@@ -87,8 +81,9 @@ class Origins:
         # Later stages write into the same buffers.
         path, counts = acceptance.path.clone(), acceptance.counts.clone()
         drafter = program.drafter.name if program.drafter is not None else ""
+        proposer = MATCHED if program.shapes[int(number or 0)].matched else drafter
         level_one = isinstance(judged, RetrievalVerifyStage)
-        verified = _Verified(path, counts, drafter, program.shapes[int(number or 0)], level_one)
+        verified = _Verified(path, counts, proposer, level_one)
         if isinstance(judged, ChainVerifyStage):
             tail = judged.laid_out.tail_start
             verified = replace(verified, chain=judged.state.max_draft_tokens, tail_start=tail)

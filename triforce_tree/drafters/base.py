@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import pack_mask
-from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
@@ -57,8 +56,7 @@ class TokenTree:
         probs_rows: int64 ``[B, N]``, the index m in ``probs`` of the distribution that the children of each
             node were drawn from; -1 if the children are deterministic; ``kernels.step.accept.FIXED`` if the
             node itself is deterministic too, whether or not its earlier siblings were drawn. Initially n for
-            node n, or -1 everywhere for a deterministic drafter, and ``FIXED`` for the nodes of a chain that
-            is verified together with the tree.
+            node n, or -1 everywhere for a deterministic drafter.
         depth: depth of the deepest node, the most tokens that can be accepted.
         shape: index of the tree's shape in the drafter's ``shapes``.
     """
@@ -86,10 +84,9 @@ class TokenTree:
             number: index of the shape in the drafter's ``shapes``.
         """
         depths = torch.tensor(shape.depths)
-        count, grown = len(depths), shape.tree_nodes
-        expanding = grown - sum(shape.widths[-1:]) if vocabulary else 0
+        count = len(depths)
+        expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
         rows = torch.arange(count) if vocabulary else torch.full((count,), -1)
-        rows[grown:] = FIXED
         tree = cls(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),
@@ -266,45 +263,6 @@ class Drafter:
             sampler: turns logits into distributions by the sampling options of the request, and draws tokens.
         """
         raise NotImplementedError
-
-
-class Extended(Drafter):
-    """Hands all calls to another drafter. A subclass adds matched tokens to what that one proposes.
-
-    Args:
-        drafter: grows the trees; it is attached to the target.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.name, self.deterministic, self.capturable = (
-            drafter.name,
-            drafter.deterministic,
-            drafter.capturable,
-        )
-        self.features, self.feature_window = drafter.features, drafter.feature_window
-        self.weight_bytes, self.reads_slots = drafter.weight_bytes, drafter.reads_slots
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        return self.drafter.buffer_bytes(batch, capacity, limits)
-
-    def bind(self, state: SequenceState) -> None:
-        self.drafter.bind(state)
-
-    def read(self, store: KVStore) -> None:
-        self.drafter.read(store)
-
-    def take_over(self, earlier: Drafter) -> None:
-        self.drafter.take_over(earlier.drafter if isinstance(earlier, Extended) else earlier)
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start(sequences)
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        self.drafter.start_one(b, sequences)
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        self.drafter.prepare(sequences, resumed)
 
 
 def drafter_bytes(

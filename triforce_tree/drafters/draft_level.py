@@ -7,7 +7,7 @@ from torch import nn
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, check_drafter, shapes_of
 from triforce_tree.drafters.mask_token import mask_token
-from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
@@ -15,7 +15,7 @@ from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import chain_shape, matched_alone, parse_shape, with_chain
+from triforce_tree.trees.shapes import matched_alone, parse_shape
 
 
 class DraftLevel:
@@ -83,32 +83,25 @@ class DraftLevel:
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:
         """Returns ``config`` with the tree shapes that the drafter will propose.
 
-        For suffix matching this is a chain. Else these are the shapes of the user's drafter, or those in
-        ``config`` for a draft model, each together with a chain of suffix-matched tokens if ``config`` asks
-        for one; and after them those of ``config`` that are such chains alone.
+        For suffix matching this is a chain, and for a draft model these are the shapes in ``config``. For the
+        user's drafter they are its own, followed by the chains of suffix-matched tokens in ``config``.
         """
-        matched, trees = self._matched(config), config.trees
-        if self.own is not None:
-            trees = (*shapes_of(self.own), *matched_alone(config.other_trees or ()))
-        if self.own is None and self.model is None:
-            trees = (chain_shape(matched),)
-        elif matched or self.own is None:
-            trees = tuple(with_chain(shape, matched) for shape in trees)
+        if self.model is not None:
+            return config
+        own = self.own or SuffixMatching()
+        matched = () if self.own is None else matched_alone(config.other_trees or ())
+        trees = (*shapes_of(own), *matched)
         if trees == config.trees:
             return config
         return replace(config, tree=trees[0], other_trees=trees[1:])
 
     def drafter(self, config: HierarchyConfig) -> Drafter:
         """Returns the drafter for these settings. For a draft model it is a new object without buffers."""
-        matched, grown = self._matched(config), self.own
+        grown = self.own
         if self.model is not None:
             grown = TreeDrafter(self.model, config, self.tokens)
         if grown is None:
-            return SuffixMatching(matched)
+            return SuffixMatching()
         if chains := matched_alone(config.shapes):
             return WithLookup(grown, *(device_tree_shape(parse_shape(chain)).depth for chain in chains))
-        return Merged(grown, SuffixMatching(matched)) if matched else grown
-
-    def _matched(self, config: HierarchyConfig) -> int:
-        """Returns the most tokens of suffix matching, alone or in each tree."""
-        return config.matched_tokens(self.model is not None or self.own is not None)
+        return grown

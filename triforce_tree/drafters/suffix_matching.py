@@ -7,18 +7,17 @@ an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, Extended, TokenTree, grown_shapes, shapes_of
-from triforce_tree.kernels.suffix import graft_chain, index_ngrams, match_suffix
+from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.kernels.suffix import index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import chain_shape, with_chain
+from triforce_tree.trees.shapes import chain_shape
 from triforce_tree.verify.probs import Sampler
 
 # Maps each length of indexed n-grams to the expected acceptance rate after a match of at least this length.
@@ -113,18 +112,14 @@ class SuffixMatching(Drafter):
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest
-        tree.tokens[:, 1:] = self.chain(state)
-
-    def chain(self, state: SequenceState) -> Tensor:
-        """Returns the proposed tokens after the newest one, int64 ``[B, length]``, padded with -1.
-
-        After a committed text they are those that its grammar forces, if there are any.
-        """
+        # After a committed text, tokens that its grammar forces take the place of a match.
         forced = (self._forced[:, :1] >= 0) & (state.chain == 0)[:, None]
-        return torch.where(forced, self._forced, self._matched(state))
+        tree.tokens[:, 1:] = torch.where(forced, self._forced, self._matched(state))
 
     def _matched(self, state: SequenceState) -> Tensor:
-        """Returns the tokens after an earlier occurrence of the newest ones, in the form of :meth:`chain`."""
+        """Returns the tokens after an earlier occurrence of the newest ones, int64 ``[B, length]``, padded
+        with -1.
+        """
         # A state that was rolled back may be shorter than the index.
         torch.minimum(self._indexed, state.length, out=self._indexed)
         self._index(state.length, self._most_new)
@@ -145,67 +140,6 @@ class SuffixMatching(Drafter):
         index_ngrams(
             self._table, self._state.tokens, self._lengths, self._powers, self._indexed, until, count
         )
-
-
-class Merged(Extended):
-    """Proposes the tree of ``drafter``, and a chain of suffix-matched tokens; one forward verifies both.
-
-    The chain uses nodes of the tree as long as the tree contains its tokens, and branches off after that
-    (``kernels.suffix.graft_chain``). Where it branches off, the chain's token is the last sibling: it is
-    tested only after all drawn siblings were rejected, so paths of the tree are accepted as often as without
-    the chain. The chain branches off at a node only if none of the drawn siblings equals its token, so the
-    existence of this node depends on the draws. This does not bias the output: a sibling with the chain's
-    token that was drawn and rejected has no probability left in the residual distribution, so a chain node
-    with that token would be rejected as well.
-
-    Args:
-        drafter: proposes the trees.
-        matcher: proposes the chains.
-    """
-
-    def __init__(self, drafter: Drafter, matcher: SuffixMatching) -> None:
-        super().__init__(drafter)
-        self.matcher = matcher
-        self.shapes = tuple(with_chain(shape, matcher.length) for shape in shapes_of(drafter))
-        self.tree = self.shapes[0]
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        grown = super().buffer_bytes(batch, capacity, limits)
-        return {**grown, **self.matcher.buffer_bytes(batch, capacity, limits)}
-
-    def bind(self, state: SequenceState) -> None:
-        super().bind(state)
-        self.matcher.bind(state)
-        self._grown = [
-            TokenTree.of(shape, state.batch, 0, state.device, number)
-            for number, shape in enumerate(grown_shapes(self.drafter))
-        ]
-        for grown in self._grown if not self.deterministic else ():
-            grown.probs_rows.copy_(torch.arange(grown.nodes))
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        super().start(sequences)
-        self.matcher.start(sequences)
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        super().start_one(b, sequences)
-        self.matcher.start_one(b, sequences)
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        super().prepare(sequences, resumed)
-        self.matcher.prepare(sequences, resumed)
-
-    def force(self, tokens: Sequence[Sequence[int]]) -> None:
-        self.drafter.force(tokens)
-        self.matcher.force(tokens)
-
-    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        grown = replace(self._grown[tree.shape], probs=tree.probs)
-        self.drafter.propose(state, grown, sampler)
-        graft_chain(
-            tree.tokens, tree.parents, tree.mask_words, tree.probs_rows,
-            grown.tokens, grown.parents, grown.mask_words, grown.probs_rows, self.matcher.chain(state),
-        )  # fmt: skip
 
 
 def _entries(capacity: int) -> int:

@@ -22,7 +22,7 @@ from triforce_tree.models.running_forward import RecurrentPass
 from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
-from triforce_tree.trees.shapes import Shape, with_chain
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
 # A draft with learned position embeddings must have at least this many positions after its window.
@@ -39,7 +39,7 @@ class TreeDrafter(Drafter):
     Args:
         draft: the draft model.
         config: shapes of the trees, sinks and window. Chains of suffix-matched tokens in ``config.shapes``
-            are ignored here; ``WithLookup`` and ``Merged`` add them.
+            are ignored here; ``WithLookup`` adds them.
         tokens: maps the target's token ids to the draft's; None if these are equal.
     """
 
@@ -49,7 +49,7 @@ class TreeDrafter(Drafter):
     def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self._config, self._tokens = draft, config, tokens
         laid_out = [shape for shape in tree_shapes(config) if not shape.matched]
-        self.shapes = tuple(with_chain(shape, 0) for shape in config.shapes[: len(laid_out)])
+        self.shapes = config.shapes[: len(laid_out)]
         self.tree = self.shapes[0]
         model = step_model(draft, compiled=draft.device.type == "cuda")
         self.model: Forwards = model if tokens is None else MappedModel(model, tokens)
@@ -77,7 +77,7 @@ class TreeDrafter(Drafter):
             return {}
         size, streaming = self.draft.dtype.itemsize, self._config.streaming
         slots = (streaming.sinks + 2 * streaming.window) * sum(s.elements for s in self.draft.kv_shapes)
-        branching = sum(shape.tree_nodes for shape in tree_shapes(self._config) if max(shape.widths) > 1)
+        branching = sum(shape.nodes for shape in tree_shapes(self._config) if max(shape.widths) > 1)
         kept = (self.refeed_tokens + limits.chain + branching) * shapes.token_bytes(size)
         copies = MOST_COPIES * (shapes.bytes(size) + slots * size)
         return {"draft's recurrent states": batch * (2 * shapes.bytes(size) + kept + copies)}

@@ -3,7 +3,6 @@
 Suffix-matched tokens are those that followed an earlier occurrence of the newest tokens of the sequence. They
 are a function of the preceding tokens, and so honest without a distribution. Occurrences are found on the
 host before the pass is chosen, so that their lengths can be taken into account (``policy/pass_policy.py``).
-``suffix_matching.Merged`` verifies a tree and a chain in the same pass instead.
 """
 
 from collections.abc import Sequence
@@ -12,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from triforce_tree.drafters.base import Drafter, Extended, TokenTree, shapes_of
+from triforce_tree.drafters.base import Drafter, TokenTree, shapes_of
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.store import KVStore
 from triforce_tree.policy.estimates import FORCED
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
 
@@ -47,7 +48,7 @@ class Match(NamedTuple):
         return len(self.forced) or LONGEST
 
 
-class WithLookup(Extended):
+class WithLookup(Drafter):
     """Proposes the trees of ``drafter`` or chains of matched tokens, which are the last of its ``shapes``.
 
     Args:
@@ -56,20 +57,32 @@ class WithLookup(Extended):
     """
 
     def __init__(self, drafter: Drafter, *lengths: int) -> None:
-        super().__init__(drafter)
-        self.lengths, grown = lengths, shapes_of(drafter)
+        self.drafter, self.lengths, grown = drafter, lengths, shapes_of(drafter)
         self.shapes = (*grown, *map(Lookup, lengths))
         self.tree = grown[0]
         self._lookup = len(grown)
+        self.name, self.deterministic = drafter.name, drafter.deterministic
+        self.capturable, self.weight_bytes = drafter.capturable, drafter.weight_bytes
+        self.features, self.feature_window = drafter.features, drafter.feature_window
+        self.reads_slots = drafter.reads_slots
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        return self.drafter.buffer_bytes(batch, capacity, limits)
+
+    def read(self, store: KVStore) -> None:
+        self.drafter.read(store)
+
+    def take_over(self, earlier: Drafter) -> None:
+        self.drafter.take_over(earlier.drafter if isinstance(earlier, WithLookup) else earlier)
 
     def bind(self, state: SequenceState) -> None:
-        super().bind(state)
+        self.drafter.bind(state)
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
         self._forced: list[Sequence[int]] = [()] * state.batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        super().start(sequences)
+        self.drafter.start(sequences)
         for b, sequence in enumerate(sequences):
             self._index(b, sequence)
         self._forced = [()] * len(sequences)
@@ -77,9 +90,12 @@ class WithLookup(Extended):
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        super().start_one(b, sequences)
+        self.drafter.start_one(b, sequences)
         self._index(b, sequences[b])
         self._forced[b] = ()
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        self.drafter.prepare(sequences, resumed)
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
         """Indexes a text, unless it continues the indexed one: ``match`` then adds the new tokens."""

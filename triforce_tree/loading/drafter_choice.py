@@ -147,11 +147,6 @@ def check_drafter_options(
             continue
         if name == "tree" or (name == "other_trees" and (own is None or _of_trees({name: value})[name])):
             _refuse_tree(name, value, drafter)
-    if own is not None and own.name == "lookup" and options.get("lookup") is not None:
-        raise ValueError(
-            f"lookup={options['lookup']!r} is the number of tokens that drafter='lookup' proposes, but "
-            f"drafter {own.name!r} is an object with settings of its own; leave lookup out, or use that name"
-        )
 
 
 def _of_trees(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,8 +161,8 @@ def _of_trees(options: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None") -> NoReturn:
     if drafter is None or isinstance(drafter, str | Path):
         raise ValueError(
-            f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set "
-            "lookup=N instead, or give a draft model, or drafter='mtp' if the target has MTP layers"
+            f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; "
+            "give a draft model, or drafter='mtp' if the target has MTP layers, or leave it out"
         )
     raise ValueError(
         f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "

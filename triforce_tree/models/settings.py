@@ -12,8 +12,6 @@ from triforce_tree.models.few_row import check_low_bits, quantisation, why_not_r
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.runtime import distributed
-from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import parse_shape, with_chain
 
 _LEAVE_OUT = "leave out exact"
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -104,6 +102,4 @@ def within_limits(target: HFModel, draft: HFModel | None, config: HierarchyConfi
         )
     if draft is None or (target.states is None and draft.states is None):
         return config
-    chain = device_tree_shape(parse_shape(config.tree)).chain
-    default = config.tree == with_chain(HierarchyConfig().tree, chain)
-    return replace(config, tree=with_chain(_CHAIN, chain)) if default else config
+    return replace(config, tree=_CHAIN) if config.tree == HierarchyConfig().tree else config

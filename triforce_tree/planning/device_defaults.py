@@ -11,7 +11,7 @@ are read.
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,7 @@ from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.trees.device_shapes import device_tree_shape, tree_shapes
-from triforce_tree.trees.shapes import Shape, grown_alone, matched_alone, tree_shape
+from triforce_tree.trees.shapes import Shape, matched_alone, tree_shape
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps,
 # because other settings need new buffers and graphs.
@@ -207,8 +207,9 @@ def resolve(
             shapes = (*shapes, *_TREES_OF_MANY)
     if not facts.grows_trees:
         shapes = matched_alone(shapes) if facts.takes_matches else ()
-    if "tree" in free and (others := _beside(shapes, config, given)):
-        chosen["other_trees"] = others
+    # The memory plan of an offloaded cache has no buffers for further shapes.
+    if "tree" in free and shapes and config.offloads is False:
+        chosen["other_trees"] = tuple(shapes)
     if facts.gpu:
         chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA
         if facts.grows_trees:
@@ -234,19 +235,6 @@ def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
     """
     steps = _GROUPED_RETRIEVAL if group >= _GROUPED else _RETRIEVAL
     return next(step for step in steps if prompt >= step[0])
-
-
-def _beside(
-    shapes: Sequence[str | Shape], config: HierarchyConfig, given: Collection[str]
-) -> tuple[str | Shape, ...]:
-    """Returns the shapes among ``shapes`` that passes may use in place of the tree, unless the user gave
-    other trees.
-    """
-    # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
-    if config.offloads is not False or config.lookup:
-        return ()
-    # lookup=0 asks for no matched tokens at all.
-    return grown_alone(shapes) if "lookup" in given else tuple(shapes)
 
 
 def gains_from_few_bits(target: HFModel) -> bool:

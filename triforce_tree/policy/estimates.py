@@ -191,7 +191,7 @@ def accepted_tokens(shape: DeviceTreeShape, first_guess: float) -> float:
             ranks = [*acceptance, *[0.0] * width]
             frontier = [frontier[parent] * ranks[rank] for parent, rank in shape.places[depth]]
         total += sum(frontier)
-    return max(total, sum(first_guess**depth for depth in range(1, shape.chain + 1)))
+    return total
 
 
 def tokens_of(acceptance: float, chain: float) -> float:

@@ -8,12 +8,12 @@ and verification by the target (level 2).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.sequoia import Ranks
-from triforce_tree.trees.shapes import BestFirst, Lookup, Shape, WithChain, parse_shape
+from triforce_tree.trees.shapes import BestFirst, Lookup, Shape, parse_shape
 
 _TILE = 16
 """KV slots in host memory are read in tiles of this many."""
@@ -29,36 +29,27 @@ class DeviceTreeShape:
             (chains, Medusa's lists, Sequoia's trees), where parent is an index among the nodes at depth d.
             None for a best-first tree, which takes the most probable continuations by the draft distributions
             (as EAGLE-2 and DDTree do).
-        chain: length of a chain from the root that is verified together with the tree. Its nodes come after
-            all others.
         matched: whether the tree is a chain of suffix-matched tokens (``shapes.Lookup``).
     """
 
     widths: tuple[int, ...]
     places: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    chain: int = 0
     matched: bool = False
 
     @cached_property
     def depth(self) -> int:
         """Depth of the deepest node."""
-        return max(len(self.widths), self.chain)
-
-    @cached_property
-    def tree_nodes(self) -> int:
-        """The number of nodes without those of ``chain``, including the root."""
-        return 1 + sum(self.widths)
+        return len(self.widths)
 
     @cached_property
     def nodes(self) -> int:
         """The number of nodes, including the root."""
-        return self.tree_nodes + self.chain
+        return 1 + sum(self.widths)
 
     @cached_property
     def depths(self) -> list[int]:
         """The depth of each node, the root first."""
-        tree = (d + 1 for d, width in enumerate(self.widths) for _ in range(width))
-        return [0, *tree, *range(1, self.chain + 1)]
+        return [0, *(d + 1 for d, width in enumerate(self.widths) for _ in range(width))]
 
     @cached_property
     def parents(self) -> list[int]:
@@ -69,8 +60,7 @@ class DeviceTreeShape:
             start = len(parents)
             parents += [first + slot for slot in above]
             first = start
-        start = len(parents)
-        return parents + [0, *range(start, start + self.chain)][: self.chain]
+        return parents
 
     def siblings(self, depth: int) -> int:
         """Returns the most children of a node at ``depth``."""
@@ -82,8 +72,6 @@ class DeviceTreeShape:
 @lru_cache(maxsize=256)
 def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     """Returns the layout of a shape's nodes."""
-    if isinstance(shape, WithChain):
-        return replace(device_tree_shape(parse_shape(shape.tree)), chain=shape.length)
     if isinstance(shape, BestFirst):
         return DeviceTreeShape(shape.widths)
     places = tuple(_places(shape.counts))

@@ -8,10 +8,8 @@ distributions, but never on the draws of these children, which would bias the ou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import overload
 
 from triforce_tree.option_checks import did_you_mean
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
@@ -109,25 +107,11 @@ class Lookup(Static):
         return f"lookup:{self.length}"
 
 
-@dataclass(frozen=True)
-class WithChain:
-    """A tree and a chain of ``length`` suffix-matched tokens that one forward verifies (``drafters.merged``).
-
-    ``tree`` is a shape or a name that :func:`parse_shape` reads.
-    """
-
-    tree: str | Shape
-    length: int
-
-
-Tree = Static | BestFirst
-Shape = Tree | WithChain
+Shape = Static | BestFirst
 
 
 def shape_name(shape: str | Shape) -> str:
-    """Returns the name that :func:`parse_shape` reads, or ``NAME + 8`` if a chain of length 8 is added."""
-    if isinstance(shape, WithChain):
-        return f"{shape_name(shape.tree)} + {shape.length}"
+    """Returns the name that :func:`parse_shape` reads."""
     return shape if isinstance(shape, str) else shape.name
 
 
@@ -135,21 +119,6 @@ def chain_shape(length: int) -> Static:
     """Returns a shape of one proposed token per depth."""
     _check_size(length, length)
     return Static([[0] * length])
-
-
-def with_chain(shape: str | Shape, length: int) -> str | Shape:
-    """Returns the tree of ``shape`` with a chain of ``length`` tokens instead of any it had; 0 for no chain.
-
-    Raises:
-        ValueError: tree and chain together have more than ``MOST_NODES`` nodes.
-    """
-    tree = shape.tree if isinstance(shape, WithChain) else shape
-    if not length:
-        return tree
-    parsed = parse_shape(tree)
-    size = parsed.size if isinstance(parsed, Static) else sum(getattr(parsed, "widths", ()))
-    _check_size(size + length, length)
-    return WithChain(tree, length)
 
 
 def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
@@ -192,24 +161,20 @@ def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
-@overload
-def parse_shape(text: str, option: str = "tree") -> Tree: ...
-@overload
-def parse_shape(text: str | Shape, option: str = "tree") -> Shape: ...
 def parse_shape(text: str | Shape, option: str = "tree") -> Shape:
     """Returns the shape with a name; a shape object is returned unchanged.
 
     Args:
         text: ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
             ``static:0;0.0;1`` (rank paths) | ``lookup:12`` | the path of a file ``tree.json``
-            (:func:`read_topology`) | a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
+            (:func:`read_topology`) | a :class:`Static` or :class:`BestFirst` object.
         option: the name of the user's option for error messages.
 
     Raises:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
-        if not isinstance(text, Static | BestFirst | WithChain):
+        if not isinstance(text, Static | BestFirst):
             raise ValueError(f"{option}={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
@@ -234,14 +199,11 @@ MOST_OTHER_TREES = MOST_MATCHED = 2
 """The most further tree shapes that the user may name, and the most chains of suffix-matched tokens."""
 
 
-def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tuple[str | Shape, ...]:
+def other_shapes(given: str | Sequence[str | Shape]) -> tuple[str | Shape, ...]:
     """Returns the shapes that the option ``other_trees`` names.
 
     ``lookup:N`` (a chain of suffix-matched tokens) comes last. A file name is replaced by the shape in the
     file.
-
-    Args:
-        merged: whether each tree already has a chain of suffix-matched tokens (:class:`WithChain`).
 
     Raises:
         ValueError: one is no shape, there are too many, or ``lookup`` is named too often.
@@ -260,11 +222,11 @@ def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tu
             f"{MOST_OTHER_TREES}"
         )
     lengths = sorted(set(matched))
-    if len(lengths) < len(matched) or (matched and merged) or len(matched) > MOST_MATCHED:
+    if len(lengths) < len(matched) or len(matched) > MOST_MATCHED:
         times = "twice" if len(matched) <= MOST_MATCHED else f"{len(matched)} times"
         raise ValueError(
             f"other_trees={' '.join(map(shape_name, named))!r} asks for suffix-matched tokens {times}; name "
-            f"lookup:N once, or with {MOST_MATCHED} different N, or set lookup=N to add them to every tree"
+            f"lookup:N once, or with {MOST_MATCHED} different N"
         )
     return (*grown, *(f"lookup:{length}" for length in lengths))
 
@@ -279,10 +241,6 @@ def matched_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:
     return tuple(shape for shape in shapes if isinstance(parse_shape(shape), Lookup))
 
 
-@overload
-def tree_shape(tree: str) -> Tree: ...
-@overload
-def tree_shape(tree: str | Shape) -> Shape: ...
 def tree_shape(tree: str | Shape) -> Shape:
     """Returns the shape with a name like :func:`parse_shape`, but raises ValueError for ``lookup:N``."""
     shape = parse_shape(tree)
@@ -297,7 +255,7 @@ def tree_shape(tree: str | Shape) -> Shape:
 _KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file tree.json"
 
 
-def load_shape(path: str | Path) -> Tree:
+def load_shape(path: str | Path) -> Shape:
     """Reads a shape from a JSON file.
 
     Raises:
@@ -311,13 +269,11 @@ def save_shape(path: str | Path, shape: str | Shape) -> None:
     """Writes a tree to a JSON file. The path of the file is then the name of a shape: ``tree="tree.json"``.
 
     Raises:
-        ValueError: the path does not end in ``.json``, or the shape is not a tree without chain.
+        ValueError: the path does not end in ``.json``, or the shape is not a tree.
         OSError: the file cannot be written.
     """
     check_shape_file(path)
     tree = tree_shape(shape)
-    if isinstance(tree, WithChain):
-        raise ValueError(f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N")
     if isinstance(tree, Static):
         write_topology(path, tree.paths)
     else:
@@ -325,7 +281,7 @@ def save_shape(path: str | Path, shape: str | Shape) -> None:
 
 
 @lru_cache(maxsize=64)
-def _named(text: str) -> Tree | None:
+def _named(text: str) -> Shape | None:
     kind, _, rest = text.partition(":")
     if kind == "chain":
         return chain_shape(_positive(rest))

@@ -110,11 +110,11 @@ class Cells:
                 more |= cache
             return self._timed.with_options(**load_arguments(more))
         if decoder == "suffix":
-            bare = self._timed.with_options(levels=2, **load_arguments({**more, "lookup": None}))
+            bare = self._timed.with_options(levels=2, **load_arguments(more))
             bare = bare.with_drafter(None)
             return bare
         one, two = changes.get("gamma_1", plan.GAMMA_1), changes.get("gamma_2", plan.GAMMA_2)
-        more |= {"tree": f"chain:{one}", "other_trees": "none", "lookup": 0, "runner_ups": False}
+        more |= {"tree": f"chain:{one}", "other_trees": "none", "runner_ups": False}
         if decoder == "naive":
             return self._timed.with_options(
                 levels=2, **load_arguments({**(more | {"tree": f"chain:{two}"}), "rounds": 1})

@@ -54,7 +54,7 @@ PATHS: dict[str, Way] = {
     "1 level": Way({"levels": 1}, drafts=False),
     "2 levels": Way({"levels": 2}),
     "3 levels": Way({"levels": 3}),
-    "lookup": Way({"levels": 2, "lookup": 5}, drafts=False),
+    "lookup": Way({"levels": 2}, drafts=False),
     "batch": Way({"levels": 2}, prompts=len(PROMPTS)),
     "offloaded": Way({"levels": 3, "offload": True}),
     "streamed": Way({"levels": 3, "offload_weights": True}),

@@ -20,7 +20,7 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import parse_shape, with_chain
+from triforce_tree.trees.shapes import parse_shape
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 TREE = [
@@ -88,17 +88,14 @@ def test_given_rounds_leave_nothing_to_explain() -> None:
     assert found.acceptance["target"][0].tried == found.passes["2 levels"]
 
 
-def test_matched_tokens_beside_a_tree_were_not_drawn() -> None:
-    """A chain of two nodes, drawn from rows 0 and 1, and matched tokens behind it and at the root."""
-    shape = device_tree_shape(parse_shape(with_chain("chain:2", 2)))
+def test_a_fixed_node_was_not_drawn() -> None:
+    """The last child of the root and its own child are fixed; the other two children were drawn."""
+    shape = device_tree_shape(parse_shape("static:2;2.0"))
     tree = TokenTree.of(shape, 1, 8, torch.device("cpu"))
     tree.tokens.copy_(torch.tensor([[7, 1, 2, 3, 4]]))
-    tree.probs[0, :2] = torch.tensor([0.0, 0.25, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0])
-    assert tree.probs.shape[1] == 2
-    for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 0, 3]):
-        tree.parents.copy_(torch.tensor([parents]))
-        tree.probs_rows.copy_(torch.tensor([[0, 1, 2, FIXED, FIXED]]))
-        assert draw_probabilities(tree) == [1.0, 0.25, 0.75, 1.0, 1.0]
+    tree.probs[0, 0] = torch.tensor([0.0, 0.25, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0])
+    tree.probs_rows.copy_(torch.tensor([[0, 1, 2, FIXED, FIXED]]))
+    assert draw_probabilities(tree) == [1.0, 0.25, 0.75, 1.0, 1.0]
 
 
 def test_a_tree_as_text() -> None:

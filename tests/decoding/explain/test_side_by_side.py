@@ -4,7 +4,6 @@ import io
 from collections import Counter
 
 import pytest
-import torch
 from rich.console import Console
 
 from tests.support.distributions.wrong_acceptance import accept_all_proposals
@@ -23,13 +22,8 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.console import LevelText
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.loop import DecodingLoop
-from triforce_tree.decoding.origins import Origins
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Ending, Sequence
-from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage
-from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.with_lookup import SuffixIndex
-from triforce_tree.trees.shapes import WithChain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 PROMPT, NEW = PROMPTS[0], 40
@@ -90,60 +84,6 @@ def test_matched_tokens_in_the_place_of_a_tree_are_not_the_drafts(monkeypatch: p
     matched = sum(n for kind, n in pair._ours.passes.items() if pair._ours.policy.matched(kind))
     assert origins.count("lookup") >= 3 * matched - 3 > 0
     assert "draft" not in origins
-
-
-@pytest.mark.parametrize("levels", [2, 3])
-def test_of_a_chain_beside_a_tree_its_own_nodes_are_matched_tokens(
-    levels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chain is the text that follows, beside the paths of the verified trees."""
-    text = [*PROMPT, *reference(model("llama-gqa"), PROMPT, NEW + 8)]
-    monkeypatch.setattr(
-        SuffixMatching,
-        "chain",
-        lambda self, state: torch.tensor([text[int(state.end) + 1 :][: self.length]]),
-    )
-    tree = WithChain("best-first:3,2,1", 3)
-    program = program_of(
-        model("llama-gqa"), draft_of("llama-gqa"), levels, 1, tree=tree, lookup=3, rounds=1, runner_ups=False
-    )
-    program.prepare(GREEDY)
-    program.prefill([PROMPT])
-    pair = SideBySide(program, GREEDY, 1)
-    assert pair.origins[:2] == ["draft", "lookup"]
-    loop = DecodingLoop.over(program, GREEDY, 1, repeatable=True)
-    origins, expected, chain = Origins(loop), list[str](), list[str]()
-
-    def after_stage(stage: str) -> None:
-        origins(stage)
-        if stage.startswith("draft"):
-            # Its draft is no verification.
-            return
-        acceptance = program.verifier(stage).acceptance
-        nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
-        own = ["lookup" if node > 6 else "draft" for node in nodes]
-        if isinstance(program.stage(stage), RetrievalVerifyStage):
-            chain.extend([*own, "retrieval"])
-        elif isinstance(program.stage(stage), TreeVerifyStage):
-            expected.extend([*own, "target"])
-        else:
-            # With one round and no runner-ups the target accepts a beginning of the chain.
-            expected.extend([*chain[: len(nodes)], "target"])
-            chain.clear()
-
-    loop.after_stage = after_stage
-    sequence = Sequence(list(PROMPT), Ending(NEW))
-    loop.begin([sequence])
-    names: list[str] = []
-    for number, _ in enumerate(loop.decode()):
-        # They may be taken after any pass.
-        if number % 2:
-            names += origins.take()[0]
-    names += (origins.take() or [[]])[0]
-    assert names == expected
-    assert origins.take() == []
-    assert names.count("lookup") > 0
-    assert names.count("draft") > 0
 
 
 def test_a_sampled_text_goes_on_from_its_own_draws() -> None:

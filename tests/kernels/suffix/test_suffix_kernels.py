@@ -9,7 +9,6 @@ import torch
 from tests.support.kernels import step_cases, suffix_cases, triton_ops
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import suffix
-from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kernels.suffix.ngrams import KEPT, PRIOR_TOKENS
 
 
@@ -92,46 +91,6 @@ def test_an_index_does_not_depend_on_the_order_and_size_of_its_updates() -> None
     assert (whole >= 0).any()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_graft_is_the_union_of_both(seed: int) -> None:
-    """The tokens on the paths of the grafted tree: those of the tree, and the chain's."""
-    problem = suffix_cases.graft(20, 9, 6, "cpu", seed)
-    own_tokens, own_parents, own_words, own_rows, chain = problem.args[4:]
-    tokens, parents, words, rows = problem.expected()
-    assert torch.equal(tokens[:, :9], own_tokens)
-    assert torch.equal(parents[:, :9], own_parents)
-    assert torch.equal(words[:, :9], own_words)
-    assert torch.equal(rows, torch.cat([own_rows, torch.full_like(chain, FIXED)], 1))
-    shared = 0
-    for b in range(20):
-        token, parent, proposed = (
-            tokens[b].tolist(),
-            parents[b].tolist(),
-            [t for t in chain[b].tolist() if t >= 0],
-        )
-        paths: list[list[int] | None] = [[]]
-        for node in range(1, 15):
-            above = paths[parent[node]]
-            paths.append(None if above is None or token[node] < 0 else [*above, token[node]])
-        # A node of the chain is at its static depth.
-        for slot, path in enumerate(paths[9:]):
-            if path is not None:
-                assert path == proposed[: slot + 1]
-                bits = (
-                    int(own_words[b, parent[9 + slot], 0])
-                    if parent[9 + slot] < 9
-                    else int(words[b, parent[9 + slot], 0])
-                )
-                assert int(words[b, 9 + slot, 0]) == bits | 1 << (9 + slot)
-        for count in range(1, len(proposed) + 1):
-            at = [i for i, path in enumerate(paths) if path == proposed[:count]]
-            assert at
-            # Twice only where the tree repeats itself.
-            assert len([i for i in at if i >= 9]) == (0 if any(i < 9 for i in at) else 1)
-            shared += any(i < 9 for i in at)
-    assert shared
-
-
 @runs_kernels
 @pytest.mark.parametrize("seed", range(4))
 def test_index_ngrams(seed: int, ops: SimpleNamespace) -> None:
@@ -146,20 +105,10 @@ def test_match_suffix(seed: int, ops: SimpleNamespace) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    ("nodes", "length", "words"),
-    [(1, 1, 1), (7, 5, 1), (16, 15, 1), (16, 15, 2), (60, 15, 2), (70, 70, 3)],
-)
-def test_graft_chain(nodes: int, length: int, words: int, ops: SimpleNamespace) -> None:
-    step_cases.agree(suffix_cases.graft(5, nodes, length, DEVICE, nodes, words), ops)
-
-
-@runs_kernels
 def test_the_operators_as_torch_sees_them(ops: SimpleNamespace) -> None:
     problems = [
         suffix_cases.indexing(2, 20, DEVICE),
         suffix_cases.matching(2, 20, DEVICE),
-        suffix_cases.graft(2, 5, 3, DEVICE),
     ]
     assert sorted(problem.op for problem in problems) == sorted(suffix.__all__)
     for problem in problems:

@@ -98,7 +98,7 @@ def test_every_shape_and_gamma(tree: str, runner_ups: bool) -> None:
 def test_prompt_lookup_needs_no_draft(levels: int) -> None:
     target = tiny("llama-gqa")
     prompt = prompt_of(23) * 4
-    accepted_per_level(target, None, prompt, 80, levels=levels, lookup=5)
+    accepted_per_level(target, None, prompt, 80, levels=levels)
 
 
 @pytest.mark.parametrize("kind", ["unrelated", "the target itself"])

@@ -36,7 +36,7 @@ NEW = 12
 CHUNK = 23
 PATHS: dict[str, dict[str, Any]] = {
     "plain": {"levels": 1},
-    "lookup": {"levels": 2, "lookup": 4, "rounds": 1},
+    "lookup": {"levels": 2, "rounds": 1},
     "drafted": {"levels": 2, "rounds": 1, "tree": "best-first:3,2", "window": 6, "sinks": 2},
     "auto": {"tree": "best-first:3,2", "window": 6, "sinks": 2},
 }

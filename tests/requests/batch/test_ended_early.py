@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[str, Callable[[PreTrainedModel], Engine]]] = {
     "three levels": ("llama-gqa", drafted(levels=3, rounds=2)),
     "two levels": ("llama-gqa", drafted(levels=2, rounds=1)),
     "passes chosen": ("llama-gqa", drafted()),
-    "suffix matching": ("llama-gqa", plain(levels=2, rounds=1, lookup=3)),
+    "suffix matching": ("llama-gqa", plain(levels=2, rounds=1)),
     "earlier texts": ("llama-gqa", drafted(levels=2, rounds=1, prefix_cache="1MiB")),
     "windows": ("mistral-window", drafted(levels=2, rounds=1)),
     "offloaded": ("llama-gqa", drafted(levels=2, rounds=1, offload=True)),

@@ -35,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def matching() -> Engine:
-    options = load_arguments({**CHUNKED, "levels": 2, "rounds": 1, "lookup": 3})
+    options = load_arguments({**CHUNKED, "levels": 2, "rounds": 1})
     return triforce_tree.load(TARGET, **options)
 
 

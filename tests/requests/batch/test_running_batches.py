@@ -94,9 +94,6 @@ DRAFTED: dict[str, Callable[[], Engine]] = {
         TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments(FIXED)
     ),
     "matching": lambda: triforce_tree.load(TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
-    "tree and matching": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments({**FIXED, "lookup": 4})
-    ),
     "mtp": lambda: triforce_tree.load(
         TARGET, drafter=mtp(TARGET, "chain:3", 2), levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
     ),

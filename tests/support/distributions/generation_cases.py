@@ -19,7 +19,7 @@ from tests.support.distributions.enumeration import total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.distributions.head_folders import eagle, medusa, mtp
 from tests.support.models.families import perturbed, prompt_of, with_rounded_kv
-from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
+from tests.support.models.own_drafters import DrawnThenFixed, FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
@@ -230,14 +230,6 @@ CASES: dict[str, Case] = {
         {**BOTH, "gamma": 2, "other_trees": ("static:0;1",), "rounds": None},
         plan=(PassKind(3, 1, 1), PassKind(2, 1, 1), PassKind(3, 1)),
     ),
-    "shapes change, merged": Case(
-        2,
-        3,
-        3,
-        1,
-        {**_chain(1), "lookup": 2, "other_trees": ("static:0;1",), "rounds": None},
-        plan=(PassKind(2, 1, 1),),
-    ),
     # Matched tokens in the place of a tree, before and after passes with trees.
     "matched tokens": Case(
         2,
@@ -275,23 +267,6 @@ CASES: dict[str, Case] = {
         3, 2, 3, 1, {"runner_ups": True, "rounds": 2, "refresh": 0}, drafter=partial(SuffixMatching, 2)
     ),
     "lookup off and on": Case(2, 2, 4, plan=(1, 0, 1), drafter=partial(SuffixMatching, 2)),
-    # Suffix matching merged into the trees of others.
-    "merged, chain": Case(2, 3, 3, None, {"lookup": 3, **_chain(1)}),
-    "merged, tree": Case(2, 3, 3, 1, {"lookup": 3, **_tree("best-first:2,2")}),
-    "merged, siblings": Case(2, 4, 2, 1, {"lookup": 2, **_tree("static:2")}, PROCESSORS["all"]),
-    "merged, alike": Case(2, 3, 2, None, {"lookup": 2, **_tree("static:0;1")}, likeness=0.3),
-    "merged, hierarchy": Case(3, 3, 2, 1, {"lookup": 2, **_tree("static:0;1")}),
-    "merged, runner-ups": Case(3, 2, 3, 1, {**BOTH, "lookup": 3, "gamma": 2}),
-    "merged, two rounds": Case(3, 2, 3, 1, {"lookup": 2, **_chain(1), "rounds": 2}),
-    "merged, off and on": Case(2, 2, 4, None, {"lookup": 2, **_chain(1)}, plan=(1, 0, 1, 0)),
-    **{
-        f"merged with {name}": Case(2, 3, 3, 1, {"lookup": 2}, drafter=partial(kind, tree, 3))
-        for name, kind, tree in (
-            ("fixed siblings", FixedSiblings, "static:0;1;0.0"),
-            ("drawn by a table", TableDraws, "static:0;1;0.0"),
-            ("drawn below fixed", FixedThenDrawn, "static:0;0.0"),
-        )
-    },
     **{
         f"{name}, {levels} levels": Case(
             levels, 3, tokens, passes, {"runner_ups": False}, drafter=partial(kind, tree, 3)
@@ -300,6 +275,7 @@ CASES: dict[str, Case] = {
             ("fixed siblings", FixedSiblings, "static:0;1;2;0.0;0.1;1.0"),
             ("drawn by a table", TableDraws, "static:0;1;0.0"),
             ("drawn below fixed", FixedThenDrawn, "static:0;1;0.0;0.1"),
+            ("drawn, then fixed", DrawnThenFixed, "static:1;0.0"),
         )
         for levels, tokens, passes in ((2, 3, 1), (3, 2, 1))
     },
@@ -310,6 +286,13 @@ CASES: dict[str, Case] = {
     "drawn by a table, several passes": Case(2, 3, 2, drafter=partial(TableDraws, "static:2", 3)),
     "drawn by a table, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
+    ),
+    "drawn, then fixed, several passes": Case(2, 3, 3, drafter=partial(DrawnThenFixed, "static:0;1", 3)),
+    "drawn, then fixed, all": Case(
+        2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(DrawnThenFixed, "static:2;0.0", 4)
+    ),
+    "drawn, then fixed, runner-ups": Case(
+        3, 2, 3, 1, {"runner_ups": True, "gamma": 2}, drafter=partial(DrawnThenFixed, "static:0;1", 2)
     ),
     **{
         f"mask tokens, {how}": Case(levels, 3, 2, 1, options, mask_token=1)
@@ -330,7 +313,6 @@ CASES: dict[str, Case] = {
             ("hierarchy", 3, 3, 2, 1, "static:0;1", {"runner_ups": True}, (), ()),
             ("hierarchy, two rounds", 3, 2, 3, 1, "chain:1", {"rounds": 2, "gamma": 2}, (), ()),
             ("off and on", 2, 2, 4, None, "chain:1", {}, (), (1, 0, 1)),
-            ("merged", 2, 3, 2, 1, "static:0;1", {"lookup": 2}, (), ()),
             (
                 "matched tokens",
                 2,

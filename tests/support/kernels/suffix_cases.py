@@ -5,7 +5,6 @@ import random
 import torch
 from torch import Tensor
 
-from tests.support.kernels.acceptance_cases import random_parents
 from tests.support.kernels.step_cases import Problem
 from triforce_tree.kernels import suffix
 from triforce_tree.kernels.suffix.ngrams import powers
@@ -90,35 +89,3 @@ def _close(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     for a, b in zip(made, exact, strict=True):
         # A GPU adds and multiplies in one step.
         torch.testing.assert_close(a, b, rtol=1e-6 if a.is_floating_point() else 0, atol=0)
-
-
-def graft(
-    batch: int, nodes: int, length: int, device: str, seed: int = 0, words: int | None = None
-) -> Problem:
-    """Returns a random tree of few different tokens, so that chains share paths with it, and a chain beside
-    it.
-    """
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    parents = torch.tensor([random_parents(nodes, rng) for _ in range(batch)])
-    tokens = torch.randint(-1, 4, (batch, nodes))
-    chain = torch.randint(0, 4, (batch, length))
-    for b in range(batch):
-        # In most sequences the chain follows a path of the tree for a while.
-        node, slot = 0, 0
-        while slot < length and rng.random() < 0.8:
-            children = [i for i in range(1, nodes) if parents[b, i] == node and tokens[b, i] >= 0]
-            if not children:
-                break
-            node = rng.choice(children)
-            chain[b, slot] = tokens[b, node]
-            slot += 1
-        chain[b, rng.randint(0, length) :] = -1
-    few, many = -(-nodes // 64), words or -(-(nodes + length) // 64)
-    mask = torch.randint(-(2**62), 2**62, (batch, nodes, few))
-    rows = torch.randint(-1, nodes, (batch, nodes))
-    total = nodes + length
-    out = [torch.full((batch, total), -77), torch.full((batch, total), -77)]
-    out += [torch.full((batch, total, many), -77), torch.full((batch, total), -77)]
-    args = tuple(x.to(device) for x in (*out, tokens, parents, mask, rows, chain))
-    return Problem("graft_chain", args, (0, 1, 2, 3), package=suffix)

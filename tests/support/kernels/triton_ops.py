@@ -54,9 +54,9 @@ def step_kernels() -> SimpleNamespace:
 def suffix_kernels() -> SimpleNamespace:
     """Returns the Triton implementations of the operators of suffix matching, by name."""
     require_triton()
-    from triforce_tree.kernels.suffix import graft_kernels, ngrams_kernels
+    from triforce_tree.kernels.suffix import ngrams_kernels
 
-    return _named(suffix.__all__, graft_kernels, ngrams_kernels)
+    return _named(suffix.__all__, ngrams_kernels)
 
 
 def _named(names: list[str], *modules: ModuleType) -> SimpleNamespace:

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -83,6 +84,17 @@ class TableDraws(OwnDrafter):
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         self.write_drawn(depth, state, tree, sampler)
+
+
+class DrawnThenFixed(TableDraws):
+    """Draws from its table, but the last child of the root is a function of the root."""
+
+    def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        super().expand(depth, state, tree, sampler)
+        if depth == 0:
+            last = self.shape.widths[0]
+            tree.tokens[:, last] = (2 * tree.tokens[:, 0] + 1) % self.vocabulary
+            tree.probs_rows[:, last] = FIXED
 
 
 class FixedThenDrawn(OwnDrafter):

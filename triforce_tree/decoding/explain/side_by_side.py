@@ -98,7 +98,7 @@ class SideBySide:
         ``MATCHED``.
         """
         names = [level.name for level in self.levels]
-        matched = any(shape.matched or shape.chain for shape in self._program.shapes)
+        matched = any(shape.matched for shape in self._program.shapes)
         return [names[0], MATCHED, *names[1:]] if matched and MATCHED not in names else names
 
     def pieces(self, prompt: Sequences[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:

@@ -91,10 +91,7 @@ class AcceptanceTally:
 
 
 def draw_probabilities(tree: TokenTree) -> list[float]:
-    """Returns the probability with which each node of the first sequence was drawn, 1 for other nodes.
-
-    The last nodes of a tree have no distribution; a chain of matched tokens may begin there.
-    """
+    """Returns the probability with which each node of the first sequence was drawn, 1 for other nodes."""
     tokens, parents, rows = (each[0].tolist() for each in (tree.tokens, tree.parents, tree.probs_rows))
     return [
         float(tree.probs[0, rows[parent], token])

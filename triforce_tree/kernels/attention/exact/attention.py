@@ -112,7 +112,7 @@ def check_sizes(device: torch.device, queries: int, deepest: int) -> None:
     if deepest > MOST_DEPTH:
         raise ValueError(
             f"exact=True verifies at most {MOST_DEPTH} tokens in a line, not {deepest}; reduce "
-            "gamma, the depth of tree, or lookup, or give tail_tree=False"
+            "gamma or the depth of tree and other_trees, or give tail_tree=False"
         )
 
 
