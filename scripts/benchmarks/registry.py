@@ -74,6 +74,11 @@ BENCHMARKS = {
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
         "real_model_{machine}.jsonl",
     ),
+    "peers": Benchmark(
+        "benchmarks.peers.run",
+        "the same model through other engines, each in its own process: docs/benchmarks.md",
+        "peers_{machine}.jsonl",
+    ),
     "drafters": Benchmark(
         "benchmarks.drafters.run",
         "trained drafters beside the small draft, by context and kind of text: docs/trained_drafters.md",

@@ -19,6 +19,7 @@ from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.peers import tables as peers
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
@@ -75,7 +76,7 @@ TABLES = {
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
-    **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES,
+    **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES, **peers.TABLES,
     **front.TABLES,
 }  # fmt: skip
 

