@@ -58,8 +58,9 @@ class Engine:
         async def follow(sequence: int, prompt: list[int]) -> None:
             stream = await self._engine.async_generate(input_ids=prompt, sampling_params=how, stream=True)
             async for out in stream:
-                had = len(clock.answer.tokens[sequence])
-                clock.came(sequence, list(out["output_ids"])[had:])
+                # By its options a chunk has all tokens so far, or the new ones.
+                new = out["meta_info"]["completion_tokens"] - len(clock.answer.tokens[sequence])
+                clock.came(sequence, list(out["output_ids"])[-new:] if new else [])
 
         async def all_of_them() -> None:
             await asyncio.gather(*(follow(*each) for each in enumerate(request.prompts)))

@@ -73,7 +73,7 @@ class Engine:
         for sequence, prompt in enumerate(request.prompts):
             self._requests += 1
             how = SamplingParams(
-                temperature=request.temperature, max_tokens=count, min_tokens=0, ignore_eos=True,
+                temperature=request.temperature, max_tokens=count, ignore_eos=True,
                 detokenize=False, seed=request.seed + sequence if request.temperature > 0 else None,
             )  # fmt: skip
             names[str(self._requests)] = sequence
