@@ -1,7 +1,7 @@
 """Benchmarks, and the tables of README.md and docs/ that show them.
 
     python -m scripts.benchmarks                          # what there is
-    python -m scripts.benchmarks on_chip --part 7b        # a benchmark; --help tells its options
+    python -m scripts.benchmarks any_text --shapes 7b     # a benchmark; --help tells its options
     python -m scripts.benchmarks tables                   # write the tables; --check, --plots
 
 A benchmark writes docs/results/FILE, or with --out a file elsewhere. Those that take long go on where they

@@ -25,31 +25,6 @@ class Page(NamedTuple):
 
 _SPEED_UP = "Speed-ups are ratios to plain decoding in the same process, from the same keys and values."
 PAGES = {
-    "one_gpu.md": Page("One GPU, and every card and length", "../measurements.md", (
-        Section(
-            "Every card and length", "by_card",
-            "Default settings unless a row says otherwise; medians over texts, in brackets the slowest and "
-            "the fastest text.",
-        ),
-        Section("Whole requests", "front_requests", "Seconds until an answer of 256 tokens is complete."),
-        Section(
-            "Time of each level", "on_chip_levels",
-            "In the picture full colour is the time at the roofline, pale colour what was taken above it.",
-            "on_chip_levels.png",
-        ),
-        Section(
-            "Acceptance and exactness", "on_chip_acceptance",
-            '"Accepts" is the share of the proposed depth that was accepted.',
-        ),
-        Section(
-            "Length of the prompt", "on_chip_lengths", "Beginnings of the same texts.", "on_chip_lengths.png"
-        ),
-        Section(
-            "Length of the output", "on_chip_outputs", "One long decoding per prompt, read off on its way."
-        ),
-        Section("What is paid once", "on_chip_costs"),
-        Section("Prompts", "on_chip_texts"),
-    )),
     "any_text.md": Page("Speed by text", "../any_text.md", (
         Section("Every text on an H200", "any_text", _SPEED_UP, "any_text.png"),
         Section("Every text on a CPU", "any_text_cpu", _SPEED_UP),
@@ -97,13 +72,8 @@ PAGES = {
             "by token, and between two pieces of text.",
         ),
     )),
-    "prefill.md": Page("Prefill", "../prefill.md", (
-        Section("Attention alone", "prefill_attention"),
-        Section("Prompts on a CPU", "cpu_prefill"),
-    )),
     "cpu.md": Page("The embedded pair on a CPU", "../cpu.md", (
         Section("Acceptance", "cpu_16k_acceptance"),
-        Section("What the pair can do", "pair"),
     )),
     "several_cards.md": Page("One text on several cards", "../several_cards.md", (
         Section("Whole decoding", "sequence_parallel_texts"),

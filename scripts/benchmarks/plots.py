@@ -1,4 +1,4 @@
-"""Plots of docs/measurements.md and docs/kernel.md from the results files; needs matplotlib."""
+"""Plots of the pages in docs/results from the results files; needs matplotlib."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +8,8 @@ import matplotlib
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
-from scripts.benchmarks.common.markdown import Record, rows_of
+from scripts.benchmarks.common.markdown import Record
 from scripts.benchmarks.common.results import content_at
-from scripts.benchmarks.on_chip.tables import FILE, HEADLINES, STAGES
 from scripts.benchmarks.texts import tables as texts
 
 matplotlib.use("Agg")
@@ -33,41 +32,6 @@ def draw(folder: Path) -> list[Path]:
     return made
 
 
-def lengths(axis: Any, rows: list[Record]) -> None:
-    """Plots the speed-up over the length of the prompt."""
-    for temperature in sorted({r["temperature"] for r in rows}):
-        mine = [r for r in rows if r["temperature"] == temperature and r["speedup"]]
-        places, gains = [r["context"] for r in mine], [r["speedup"] for r in mine]
-        axis.plot(places, gains, "o-", label=f"T={temperature:g}")
-    axis.set_xscale("log", base=2)
-    ticks = sorted({r["context"] for r in rows})
-    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
-    axis.axhline(1, color="grey", linewidth=0.8)
-    axis.set_ylim(bottom=0)
-    axis.set(xlabel="prompt, tokens", ylabel="speed-up over plain decoding")
-    axis.set_title(f"{rows[0]['shape']}, batch 1")
-    axis.legend()
-
-
-def levels(axis: Any, rows: list[Record]) -> None:
-    """A bar a pass: time in each level, its roof in the darker part of it."""
-    for at, row in enumerate(rows):
-        left = 0.0
-        for index, name in ((i, n) for i, n in enumerate(STAGES) if n in row["stages"]):
-            stage = row["stages"][name]
-            took, roof = stage["runs"] * stage["ms"], stage["runs"] * stage["roof_ms"]
-            label = STAGES[name] if at == 0 else None
-            axis.barh(at, took, 0.7, left=left, color=f"C{index}", alpha=0.45, label=label)
-            axis.barh(at, roof, 0.7, left=left, color=f"C{index}")
-            left += took
-        axis.barh(at, max(0.0, row["pass_ms"] - left), 0.7, left=left, color="lightgrey")
-    names = [f"{r['shape']}\n{r['batch']} x {r['context']:,}, T={r['temperature']:g}" for r in rows]
-    axis.set_yticks(range(len(rows)), names, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("ms of a pass; full colour: the roof of each part; grey: the host")
-    axis.legend(fontsize=7)
-
-
 def tree_attention(axis: Any, rows: list[Record]) -> None:
     """Plots percent of the roof, ours beside the peers."""
     names = ["ours", *(name for name in attention.SHORT if any(name in row["peers"] for row in rows))]
@@ -87,10 +51,6 @@ def tree_attention(axis: Any, rows: list[Record]) -> None:
 
 # Name -> results file, its rows, inches (width, height, height for each row), plot.
 PLOTS: dict[str, tuple[str, Callable[[Record], list[Record]], tuple[float, float, float], Any]] = {
-    "on_chip_lengths": (
-        FILE, lambda c: sorted(rows_of(c, "lengths"), key=lambda r: r["context"]), (7, 4, 0), lengths
-    ),
-    "on_chip_levels": (FILE, lambda c: rows_of(c, *HEADLINES), (9, 2, 0.5), levels),
     "tree_attention_h200": (attention.FILE, lambda c: c["rows"], (11, 4.5, 0), tree_attention),
     **texts.PLOTS, **cards.PLOTS,
 }  # fmt: skip

@@ -34,16 +34,6 @@ BENCHMARKS = {
         "the benchmarks of a GPU one after another, within a time limit",
     ),
     "texts": Benchmark("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
-    "on_chip": Benchmark(
-        "benchmarks.on_chip.run",
-        "decoding on one GPU, 122,880 tokens: docs/measurements.md",
-        "on_chip_h200.jsonl",
-    ),
-    "prefill": Benchmark(
-        "benchmarks.on_chip.prefill",
-        "prompts of up to 122,880 tokens on one GPU: docs/prefill.md",
-        "prefill_h200.jsonl",
-    ),
     "requests": Benchmark(
         "benchmarks.requests.run",
         "whole requests, cold and a second turn, beside plain decoding: docs/sessions.md",
@@ -118,18 +108,6 @@ BENCHMARKS = {
         "benchmarks.cpu.speed",
         "the embedded pair on a CPU beside transformers: docs/cpu.md",
         "cpu_16k.jsonl",
-        to_file=True,
-    ),
-    "cpu_prefill": Benchmark(
-        "benchmarks.cpu.prefill",
-        "prompts on a CPU beside transformers: docs/prefill.md",
-        "cpu_prefill.jsonl",
-        to_file=True,
-    ),
-    "pair": Benchmark(
-        "train_pair.evaluate",
-        "what the embedded pair can do: needles, loss, overlaps",
-        "pair.jsonl",
         to_file=True,
     ),
     "kernels_by_arch": Benchmark(

@@ -18,7 +18,6 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.offload import tables as offload
-from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.peers import tables as peers
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
@@ -71,10 +70,10 @@ def notes(_: Record) -> str:
 
 
 TABLES = {
-    "log": Table(on_chip.FILE, notes, ""),
-    "pages": Table(on_chip.FILE, lambda _: pages.index(), ""),
-    "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
-    **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **cpu.TABLES,
+    "log": Table(texts.ANY_TEXT, notes, ""),
+    "pages": Table(texts.ANY_TEXT, lambda _: pages.index(), ""),
+    "files": Table(texts.ANY_TEXT, files, texts.COMMAND),
+    **offload.TABLES, **attention.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
     **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES, **peers.TABLES,
     **front.TABLES,

@@ -100,7 +100,7 @@ def check_contents(wheel: Path) -> None:
     need("triforce_tree/py.typed" in files, "triforce_tree/py.typed is missing")
     need(
         any(f.startswith("triforce_tree/pair/") and f.endswith(".safetensors") for f in files),
-        "triforce_tree/pair/ holds no weights; make them with scripts/train_pair",
+        "triforce_tree/pair/ holds no weights; check them out from git",
     )
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     need(version in changes, f"CHANGELOG.md does not mention version {version}")

@@ -1,20 +1,16 @@
-"""Gathers, decontaminates and deduplicates texts to train the pair on.
+"""Gathers, decontaminates and deduplicates texts to train drafters on.
 
-    python -m scripts.train_pair.corpus --source python=docstrings:asyncio code=code:json docs=manuals.jsonl \
-        --held-out LIB/pydoc_data/topics.py --out corpus
-
-A source is GROUP=TEXTS: a package's docstrings or sources as installed here, the text files of a folder such
-as system documentation (files:/usr/share/doc) or those that a pattern names (files:/usr/include/**/*.h), or a
-data set (on the Hugging Face hub, a folder, or a .jsonl,
+A source is GROUP=TEXTS: a package's docstrings or sources as installed here, as in ``docstrings:asyncio`` and
+``code:json``; the text files of a folder such as system documentation (files:/usr/share/doc) or those that a
+pattern names (files:/usr/include/**/*.h); or a data set (on the Hugging Face hub, a folder, or a .jsonl,
 .json, .parquet or .csv file with a column ``text``).
 
-Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten
-words with it is dropped, as is a shorter one that is a paragraph of it. A paragraph seen before (words equal,
-digits ignored) is dropped too, and a document that loses most of its text that way goes whole. Output: a file
-``GROUP.jsonl`` of each group, and ``manifest.json`` (source, group, documents, bytes).
+A paragraph that shares a shingle of ten words with a held-out text is dropped, as is a shorter one that is a
+paragraph of it. A paragraph seen before (words equal, digits ignored) is dropped too, and a document that
+loses most of its text that way goes whole. Output: a file ``GROUP.jsonl`` of each group, and
+``manifest.json`` (source, group, documents, bytes).
 """
 
-import argparse
 import gzip
 import json
 import re
@@ -175,20 +171,3 @@ def gather(
     dropped = {"contaminated_paragraphs": keep.contaminated, "repeated_paragraphs": keep.repeated}
     report = {"sources": manifest, **dropped, "shingle_words": SHINGLE}
     (out / "manifest.json").write_text(json.dumps(report, indent=1))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--source", nargs="+", required=True, metavar="GROUP=TEXTS", help="what to gather")
-    add("--held-out", type=Path, nargs="+", required=True, help="pydoc_data/topics.py of every Python here")
-    add("--cap", type=float, default=60.0, help="MB of text of each source")
-    add("--out", type=Path, required=True, help="folder to write")
-    args = parser.parse_args()
-    gather(args.source, args.held_out, args.out, args.cap)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,6 @@ pass, with the sinks before it: after k blocks have left, the sinks are k blocks
 window, so each phase gets its own copy of the sinks' keys, turned by k blocks.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,7 +64,6 @@ def compare(
     draft_head: Tensor,
     teacher: Tensor,
     target_head: Tensor,
-    temperatures: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, Tensor]:
     """Returns cross-entropy against the target's whole distribution and overlap sum(min(p, q)), each ``[N]``
     fp32.
@@ -74,12 +71,7 @@ def compare(
     Args:
         student, teacher: last hidden states, ``[N, H_d]`` and ``[N, H_t]``.
         draft_head, target_head: heads, ``[V, H_d]`` and ``[V, H_t]``.
-        temperatures: the overlap is the mean of those at these temperatures.
     """
     ours, theirs = F.linear(student, draft_head).float(), F.linear(teacher, target_head).float()
     entropy = -(F.softmax(theirs, dim=-1) * F.log_softmax(ours, dim=-1)).sum(-1)
-    overlaps = [
-        torch.minimum(F.softmax(theirs / t, dim=-1), F.softmax(ours / t, dim=-1)).sum(-1)
-        for t in temperatures
-    ]
-    return entropy, torch.stack(overlaps).mean(0)
+    return entropy, torch.minimum(F.softmax(theirs, dim=-1), F.softmax(ours, dim=-1)).sum(-1)

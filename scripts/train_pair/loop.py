@@ -9,8 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from scripts.benchmarks.common.timing import synchronize
 from scripts.train_pair.optim import PairOptimizer
 
+# The clock is read after so many steps, since the device is waited for.
+_EACH = 8
 # From the share of the budget that is spent: the loss, and figures for the log, "length" among them.
 Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
 
@@ -74,16 +77,16 @@ def fit(
     optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
     for progress in compiles:
         losses(progress)[0].backward()
-    optimizer.reduce(0.0, read=True)
+    synchronize(optimizer.flat.device)
     optimizer.flat.zero_()
     begin, clock, saved = time.monotonic() - spent, spent, time.monotonic()
     while clock < until and step < args.steps:
         progress = clock / seconds
         loss, figures = losses(progress)
         loss.backward()
-        slow = figures["length"] > 65536 or step % 8 == 0
-        now = optimizer.reduce(time.monotonic() - begin, read=slow)
-        clock = now if slow else clock
+        if step % _EACH == 0:
+            synchronize(optimizer.flat.device)
+            clock = time.monotonic() - begin
         optimizer.step(schedule.rate(progress, step))
         if step % args.log_every == 0:
             values = {"loss": loss.item(), "progress": progress, **figures}

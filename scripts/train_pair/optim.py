@@ -1,10 +1,6 @@
-"""Muon for matrices and AdamW for everything else, on one flat gradient buffer.
-
-Gradients are views of one fp32 buffer: one all-reduce averages them over the processes.
-"""
+"""Muon for matrices and AdamW for everything else, on one flat gradient buffer."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
@@ -20,9 +16,8 @@ class PairOptimizer:
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, decay: float) -> None:
         named = list(model.named_parameters())
         total = sum(p.numel() for _, p in named)
-        # The last element carries the clock: every process leaves a step with the same time.
-        self.flat = torch.zeros(total + 1, device=named[0][1].device)
-        views = self.flat[:-1].split([p.numel() for _, p in named])
+        self.flat = torch.zeros(total, device=named[0][1].device)
+        views = self.flat.split([p.numel() for _, p in named])
         for (_, p), view in zip(named, views, strict=True):
             p.grad = view.view_as(p)
         matrices = [p for n, p in named if p.ndim == 2 and not _is_vocabulary(n)]
@@ -31,25 +26,13 @@ class PairOptimizer:
         adam = torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10)
         self.rates = ((muon, muon_rate), (adam, adam_rate))
 
-    def reduce(self, clock: float, read: bool) -> float:
-        """Averages gradients and ``clock`` (seconds) over the processes.
-
-        Returns the common clock; with ``read`` false the device is not waited for and 0 comes back.
-        """
-        self.flat[-1] = clock
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.flat)
-            self.flat /= dist.get_world_size()
-        return float(self.flat[-1]) if read else 0.0
-
     @torch.no_grad()
     def step(self, scale: float, clip: float = 1.0) -> None:
         """One update at ``scale`` times the peak rates; clears the gradients.
 
         Muon does not depend on the gradient's size, so ``clip`` matters to AdamW's part only.
         """
-        gradient = self.flat[:-1]
-        gradient.mul_((clip / (gradient.norm() + 1e-6)).clamp(max=1.0))
+        self.flat.mul_((clip / (self.flat.norm() + 1e-6)).clamp(max=1.0))
         for optimizer, rate in self.rates:
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()

@@ -22,7 +22,7 @@ def training_parser(module: str, doc: str | None, **defaults: Any) -> argparse.A
     add("--data", type=Path, required="data" not in defaults, help="folder of token files")
     add("--out", type=Path, required=True, help="folder of what is trained, and of log.jsonl")
     add("--steps", type=int, default=10**9, help="most steps of a training")
-    add("--tokens", type=int, default=65536, help="that the target reads in a step of a process")
+    add("--tokens", type=int, default=65536, help="that the target reads in a step")
     add("--muon-rate", type=float, default=0.015, help="peak learning rate of matrices")
     add("--adam-rate", type=float, default=2e-3, help="peak learning rate of everything else")
     add("--decay", type=float, default=0.05, help="weight decay of matrices")

@@ -101,7 +101,7 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
     row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
     card = {"name": "half the bus, a quarter of the memory", "bus_gbps": 25.0, "read_gbps": 1000.0}
-    made = script("benchmarks.offload.run").projection(row, 50.0, 4000.0, card)
+    made = script("benchmarks.offload.rows").projection(row, 50.0, 4000.0, card)
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)

@@ -131,9 +131,7 @@ def noted(template: str, file: str) -> Caption:
     return caption
 
 
-def origin(
-    content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str], note: str = "In"
-) -> str:
+def origin(content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str]) -> str:
     """Returns the caption that names the runs of these rows and repeats their notes.
 
     Args:
@@ -141,7 +139,6 @@ def origin(
         rows: those in the table.
         file: in docs/results.
         measured: says what was measured of the machine in a part's run.
-        note: how a sentence with a part's note begins, before the part's name.
     """
     runs: dict[str, list[str]] = {}
     notes = []
@@ -153,6 +150,6 @@ def origin(
             f"{vocabulary_note(part['settings'])}, {part['date']}."
         )
         runs.setdefault(run, []).append(name)
-        notes += [f"{note} {name}: {text}." for text in part["notes"]]
+        notes += [f"In {name}: {text}." for text in part["notes"]]
     lines = [f"{', '.join(together)}: {run}" for run, together in runs.items()]
     return " ".join([*lines, *notes, file_note(file, parts)])

@@ -7,9 +7,8 @@ FILE.PART.jsonl, which git ignores.
 
 import json
 import shlex
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,10 @@ Rows = Callable[[str, Record, list[Record]], list[Record]]
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-# Methods: our engine, ours without drafts, transformers' static cache, and ours without drafts where the
-# cache is in host memory: all of it streamed, or with attention on the CPU.
+# Methods: our engine, ours without drafts, and transformers' static cache.
 OURS, PLAIN, STATIC = "triforce", "autoregressive", "transformers-static"
-STREAMED, ATTENDED = "streamed autoregressive", "autoregressive with attention on the CPU"
-METHODS = (PLAIN, STATIC, STREAMED, ATTENDED)
 # The embedded pair's. Results that name no vocabulary were measured with it, in models of any shape.
 PAIR_VOCABULARY = 4096
-# What a row is about; the key of a measurement holds the rest as well.
-CELL = ("batch", "context", "new_tokens", "temperature", "setting")
-_KEYS = ("method", "prompt", "start", "sources", "exact")
-_PLANNED = ("memory_plan", "options")
 
 
 def header(seed: int) -> Record:
@@ -183,90 +175,6 @@ def settings_of(plan: Record, seed: int, tiny: bool) -> Record:
 def inflated_vocabulary(shape: str) -> int:
     """Entries of the vocabulary of the embedded pair inflated to this shape."""
     return Shape.parse(shape).vocabulary or PAIR_VOCABULARY
-
-
-def having(samples: Iterable[Record], **key: Any) -> list[Record]:
-    """Returns the measurements with these values."""
-    return [s for s in samples if all(s.get(k) == v for k, v in key.items())]
-
-
-def rows_of_samples(part: str, header: Record, samples: list[Record], against: Sequence[str]) -> list[Record]:
-    """Returns a row for each cell that our engine was measured in.
-
-    It holds medians over prompts of every figure, the largest peak, and the baselines at the same place.
-
-    Args:
-        against: the baselines whose fastest the speed-up refers to.
-    """
-    header["sources"] = list(dict.fromkeys(source for s in samples for source in s["sources"]))
-    found: dict[str, list[Record]] = {}
-    for sample in having(samples, method=OURS):
-        found.setdefault(json.dumps([sample[k] for k in CELL]), []).append(sample)
-    return [_row(part, header, cell, samples, against) for cell in found.values()]
-
-
-def _row(
-    part: str, header: Record, cell: list[Record], samples: list[Record], against: Sequence[str]
-) -> Record:
-    first, times = cell[0], [s["ms_per_token"] for s in cell]
-    fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times
-    beside = {m: b for m in METHODS if (b := _baseline(samples, m, first)) is not None}
-    known = {m: beside[m]["ms_per_token"] for m in against if m in beside}
-    best = min(known, key=lambda method: known[method], default=None)
-    ms = statistics.median(times)
-    row: Record = {
-        "part": part,
-        "shape": f"{header['settings']['shape']} inflated",
-        **{k: first[k] for k in CELL},
-        "prompts": len(cell),
-        "ms_per_token": rounded(ms),
-        "ms_per_token_p20": rounded(fifths[0]),
-        "ms_per_token_p80": rounded(fifths[-1]),
-        "baseline": best,
-        "baseline_ms_per_token": known[best] if best else None,
-        "speedup": rounded(known[best] / ms) if best else None,
-        "baselines": beside,
-    }
-    figures = {name: _summary(name, [s.get(name) for s in cell]) for name in first}
-    row |= {k: v for k, v in figures.items() if v is not None and k not in (*row, *_KEYS)}
-    place = {k: first[k] for k in ("batch", "context", "temperature", "setting")}
-    checked = [s["exact"] for m in METHODS for s in having(samples, method=m, **place) if "exact" in s]
-    if checked:
-        row["exact"] = {k: sum(e[k] for e in checked) for k, v in checked[0].items() if isinstance(v, int)}
-    return row
-
-
-def _baseline(samples: list[Record], method: str, place: Record) -> Record | None:
-    """Returns a baseline's medians at the same place; baselines of others count at every temperature."""
-    found = [
-        s for s in having(samples, method=method, batch=place["batch"], context=place["context"])
-        if s["setting"].get("cap_gib") == place["setting"].get("cap_gib")
-    ]  # fmt: skip
-    same = having(found, temperature=place["temperature"])
-    chosen = same or (found if method != PLAIN else [])
-    if not chosen:
-        return None
-    figures = ("ms_per_token", "pcie_gbps", "cpu_gbps", "pcie_gbps_by_rank")
-    medians = {k: _summary(k, [s[k] for s in chosen]) for k in figures if chosen[0].get(k) is not None}
-    one = chosen[0]
-    return {**medians, "tokens": one["new_tokens"], "prompts": len(chosen), "temperature": one["temperature"]}
-
-
-def _summary(name: str, values: Sequence[Any]) -> Any:
-    """Returns medians of numbers, member by member of lists and dictionaries; the largest peak; else the
-    first.
-    """
-    known = [v for v in values if v is not None]
-    if not known or name in _PLANNED:
-        return known[0] if known else None
-    if isinstance(known[0], dict):
-        members = {k: [v[k] for v in known if v.get(k) is not None] for v in known for k in v}
-        return {k: _summary(k, found) for k, found in members.items() if found}
-    if isinstance(known[0], list):
-        return [_summary(name, member) for member in zip(*known, strict=True)]
-    if not isinstance(known[0], int | float):
-        return known[0]
-    return rounded(max(known) if name.startswith(("peak", "capture")) else statistics.median(known))
 
 
 def rounded(value: float | None) -> float | None:

@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
-from scripts.benchmarks.common.engine import Prompts, Run
-from scripts.benchmarks.common.results import STREAMED, Record, ResultsFile, settings_of
-from scripts.benchmarks.common.session import measure_part, print_rows
-from scripts.benchmarks.offload.run import PARTS, OffloadSession
-from scripts.benchmarks.offload.run import rows as rows_of_one
+from scripts.benchmarks.common.results import Record, ResultsFile, settings_of
+from scripts.benchmarks.offload.bench import Run
+from scripts.benchmarks.offload.rows import STREAMED
+from scripts.benchmarks.offload.rows import rows as rows_of_one
+from scripts.benchmarks.offload.run import PARTS, Session, measure_part, print_rows
 from scripts.benchmarks.offload.tables import PARALLEL
 from triforce_tree.runtime import distributed
 
 
-class SharedSession(OffloadSession):
+class SharedSession(Session):
     """A session whose ranks have the same plan and write the same tokens."""
 
     def machine(self) -> Record:
@@ -38,15 +38,15 @@ class SharedSession(OffloadSession):
         if distributed.is_first_rank():
             print(json.dumps({"what": text}), flush=True)
 
-    def ours(self, key: Record, prompts: Prompts, sources: list[str]) -> Run:
-        run = super().ours(key, prompts, sources)
-        distributed.check_equal("tokens", run.texts)
-        self.say(f"all ranks wrote the same {len(run.texts[0])} tokens")
+    def ours(self, key: Record, prompt: list[int], source: str) -> Run:
+        run = super().ours(key, prompt, source)
+        distributed.check_equal("tokens", run.text)
+        self.say(f"all ranks wrote the same {len(run.text)} tokens")
         return run
 
-    def add(self, sample: Record, run: Run) -> None:
+    def add(self, sample: Record) -> None:
         by_rank = distributed.all_gather_object(sample["pcie_gbps"])
-        super().add(sample | {"pcie_gbps_by_rank": by_rank}, run)
+        super().add(sample | {"pcie_gbps_by_rank": by_rank})
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:

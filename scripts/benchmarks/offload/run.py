@@ -1,24 +1,45 @@
-"""Speed of the inflated pair with its cache in host memory, under a cap of device memory.
+"""Speed of the inflated pair with its cache in host memory, under a limit of device memory.
 
-A part goes into docs/results/offload_h200.jsonl, one measurement after the other; what was made with other
-settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
-that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
+A part goes into docs/results/offload_h200.jsonl. Each measurement is on disk as soon as it is made, so that a
+run which was cut short goes on when it is called again. Measurements with other settings or of another commit
+are not continued. Prompts are real texts (``common/texts.py``), and the models are the embedded target and
+draft, inflated to the sizes of real models. Only decoding is timed, and no text ends early. The limit is that
+of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
 decoding of this engine, whose cache is streamed too.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import torch
 
-from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from scripts.benchmarks.common.results import ATTENDED, STREAMED, Record, rounded, rows_of_samples
-from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
-from scripts.benchmarks.common.texts import SOURCES, Source
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    device_of,
+    parser,
+    results_folder,
+)
+from scripts.benchmarks.common.results import (
+    OURS,
+    RESULTS,
+    Record,
+    ResultsFile,
+    inflated_vocabulary,
+    settings_of,
+)
+from scripts.benchmarks.common.texts import SOURCES, Library, Source
 from scripts.benchmarks.common.timing import read_bandwidth
+from scripts.benchmarks.offload.bench import Bench, Run
+from scripts.benchmarks.offload.rows import ATTENDED, STREAMED, rows
 from scripts.benchmarks.offload.tables import FILE
+from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
@@ -29,132 +50,175 @@ from triforce_tree.planning.machine import host_rate
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
+from triforce_tree.runtime.executor import free_memory
 
 _PACKAGES = tuple(p for source in SOURCES for p in source.packages if not source.code)
-RTX_4090 = {"name": "RTX 4090", "bus_gbps": 25.0, "read_gbps": 1000.0}
 # Of a memory plan.
 _PLANNED = ("split", "device_gib", "host_gib", "pass_weights_gib")
 _ONE_TEXT = (
     Source("docstrings of all packages", _PACKAGES),
     Source("source code of transformers", ("transformers",), code=True),
 )
+# Passes in which the stages are timed one by one.
+_PROFILED = 6
 
 
 @dataclass(frozen=True)
-class Offloaded(Plan):
-    """Settings of one part; options that it leaves open are chosen by the memory plan.
+class Plan:
+    """Settings of one part. Options that it leaves open are chosen by the memory plan.
 
     Attributes:
-        caps: GiB of device memory, one after the other.
-        resident: share of the cache that stays on the device; None for all that fits under the cap.
+        shape, draft_shape: what the pair is inflated to.
+        context: tokens of a prompt.
+        prompts: how many.
+        new_tokens: of each text; ``plain_tokens`` those of autoregressive decoding.
+        options: of the hierarchy.
+        limits: GiB of device memory, one after the other.
+        resident: share of the cache that stays on the device; None for all that fits under the limit.
         one_text: prompts are cut from all sources together, since none is long enough.
         weights_on_host: the target's weights are streamed too.
     """
 
+    shape: str
+    context: int = 122_880
+    draft_shape: str = "llama-68m"
     prompts: int = 3
     temperatures: tuple[float, ...] = (0.0, 0.6)
+    new_tokens: int = 256
     plain_tokens: int = 6
-    caps: tuple[float, ...] = (24.0,)
+    options: Record = field(default_factory=dict)
+    limits: tuple[float, ...] = (24.0,)
     resident: float | None = None
     one_text: bool = False
     weights_on_host: bool = False
 
-    def steps(self) -> Iterator[Step]:
-        [(batch, context)] = self.cells
-        for cap, number in product(self.caps, range(self.prompts)):
-            yield self.step(number, batch, context, {"cap_gib": cap})
-
-    def tiny(self, **more: Any) -> "Offloaded":
-        small = {"cells": ((1, self.cells[0][1] // 256),), "caps": tuple(cap / 24 for cap in self.caps)}
-        small |= {"prompts": min(2, self.prompts), "new_tokens": 24, "resident": 0.5}
-        made = super().tiny(**small | more)
-        return replace(made, options=made.options | {"chunk": 8})
+    def tiny(self) -> "Plan":
+        """Returns a plan for tiny models, which takes seconds on a CPU."""
+        return replace(
+            self, shape=TINY_SHAPES[self.shape], draft_shape=TINY_DRAFT, context=self.context // 256,
+            prompts=min(2, self.prompts), new_tokens=24, plain_tokens=4, resident=0.5,
+            limits=tuple(limit / 24 for limit in self.limits),
+            options=self.options | TINY_OPTIONS | {"chunk": 8},
+        )  # fmt: skip
 
     def as_dict(self) -> Record:
-        more = {name: getattr(self, name) for name in ("resident", "new_tokens", "weights_on_host")}
-        return super().as_dict() | more
+        """Returns the settings that all measurements of the part share."""
+        names = ("shape", "draft_shape", "options", "resident", "new_tokens", "weights_on_host")
+        return {name: asdict(self)[name] for name in names} | {"vocabulary": inflated_vocabulary(self.shape)}
+
+    def steps(self) -> Iterator[tuple[float, int, list[Record]]]:
+        """Yields a limit, the number of a prompt, and the keys of what is measured of both."""
+        for limit, number in product(self.limits, range(self.prompts)):
+            key = {
+                "method": OURS, "prompt": f"prompt {number + 1}", "start": self.context, "batch": 1,
+                "context": self.context, "new_tokens": self.new_tokens, "setting": {"cap_gib": limit},
+            }  # fmt: skip
+            yield limit, number, [key | {"temperature": t} for t in self.temperatures]
 
 
-class OffloadSession(Session):
-    """One cap after the other."""
+class Session:
+    """A bench, and the results file that its measurements go into.
 
-    # The cap under which a program is open, and its memory plan.
-    opened: tuple[float, MemoryPlan] | None = None
+    Args:
+        plan: of the part.
+        file: what is measured already, and where measurements go.
+        device, seed: see ``Bench``.
+    """
 
-    @property
-    def sources(self) -> Sequence[Source]:
-        return _ONE_TEXT if self.plan.one_text else SOURCES
+    def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
+        self._start = time.perf_counter()
+        self.plan, self.file, self.device, self.seed = plan, file, device, seed
+        # The limit under which a program is open, and its memory plan.
+        self._opened: tuple[float, MemoryPlan] | None = None
+        file.mine |= self.machine()
+        free_memory()
+        self.say(f"{plan.shape}: inflating, with {inflated_vocabulary(plan.shape):,} entries of vocabulary")
+        limit = max(plan.limits) if device.type == "cuda" else None
+        self.bench = Bench(plan.shape, plan.draft_shape, device, seed, limit, plan.weights_on_host)
+        self._library = Library(self.bench.tokenizer, plan.context, _ONE_TEXT if plan.one_text else SOURCES)
 
     def machine(self) -> Record:
+        """Measures the machine, and returns figures for the part's header."""
         bus, read = bandwidths(self.device)[0], read_bandwidth(self.device)
         self.say(f"bus {bus / 1e9:.1f} GB/s, read {read / 1e12:.2f} TB/s")
         return {"bus_gbps": {"in": bus / 1e9}, "read_gbps": read / 1e9}
 
-    def new_bench(self) -> Bench:
-        plan = self.plan
-        cap = max(plan.caps) if self.device.type == "cuda" else None
-        return Bench(plan.shape, plan.draft_shape, self.device, self.seed, cap, plan.weights_on_host)
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    def plan_memory(self, cap: float) -> MemoryPlan:
-        """Returns the plan for this cap, with the split that the part asks for."""
+    def _plan_memory(self, limit: float) -> MemoryPlan:
+        """Returns the memory plan for this limit, with the split that the part asks for."""
         plan, bench = self.plan, self.bench
         # The bus alone compares between machines; what a CPU adds is measured in parts of its own.
-        options = {"levels": 3, "offload": True, "gpu_memory": int(cap * GIB), "host_attention": False}
+        options = {"levels": 3, "offload": True, "gpu_memory": int(limit * GIB), "host_attention": False}
         config = HierarchyConfig.from_options(**options | plan.options)
         host, header = usable()[0] + bench.weights_on_host, self.file.mine
-        machine = Machine(int(cap * GIB), host, 1e9 * header["bus_gbps"]["in"], 1e9 * header["read_gbps"])
+        machine = Machine(int(limit * GIB), host, 1e9 * header["bus_gbps"]["in"], 1e9 * header["read_gbps"])
         if host_attends(bench.target, config.host_attention):
             rate = host_rate(bench.target.heads, bench.target.dtype, self.device)
             points = [(n, round(r / 1e9, 1)) for n, r in rate.points]
             self.say(f"the CPU with {torch.get_num_threads()} threads: {points} GB/s")
             machine = replace(machine, host_attention=rate)
         sizes = Sizes.of(bench.target, bench.draft, config)
-        [(batch, context)] = plan.cells
-        workload = Workload(batch, context, plan.new_tokens)
+        workload = Workload(1, plan.context, plan.new_tokens)
         made = memory_plan.plan(sizes, machine, config, plan.options, workload)
         if plan.resident is not None and made.offload is not None:
-            whole = (context + plan.new_tokens) * sizes.layers * sizes.row
+            whole = (plan.context + plan.new_tokens) * sizes.layers * sizes.row
             made = made.with_resident(int(plan.resident * whole))
         return made
 
-    def open(self, cap: float) -> None:
-        """The program under a cap, unless it is open."""
-        if self.opened is not None and self.opened[0] == cap:
+    def _open(self, limit: float) -> None:
+        """Opens a program under a limit, unless it is open."""
+        if self._opened is not None and self._opened[0] == limit:
             return
-        [(batch, context)] = self.plan.cells
-        size = batch, context + self.plan.new_tokens
-        self.opened, memory = None, self.plan_memory(cap)
+        self._opened, memory = None, self._plan_memory(limit)
         assert memory.offload is not None
-        self.bench.cap(cap)
-        self.bench.open(memory.config, *size, self.plan.temperatures, memory.offload)
-        host = self.bench.offloaded.host
+        self.bench.limit(limit)
+        size = self.plan.context + self.plan.new_tokens
+        self.bench.open(memory.config, size, self.plan.temperatures, memory.offload)
+        host = self.bench.cache.host
         sizes = (host.resident_bytes / GIB, host.host_bytes / GIB, self.bench.peak_gib())
         said = "GiB resident {:.2f}, on the host {:.2f}, peak {:.2f}".format(*sizes)
-        self.say(f"cap {cap:g} GiB: {memory.as_dict()['options']}, {said}")
-        self.opened = cap, memory
+        self.say(f"limit {limit:g} GiB: {memory.as_dict()['options']}, {said}")
+        self._opened = limit, memory
 
-    def measure(self, step: Step) -> None:
-        """Measures every temperature; plain decoding along the greedy text, with and without the CPU."""
+    def measure(self, limit: float, number: int, keys: Sequence[Record]) -> None:
+        """Measures what the file lacks: every temperature, and plain decoding along the greedy text."""
         try:
-            self.open(step.setting["cap_gib"])
+            self._open(limit)
         except DoesNotFitError as error:
-            self.note(f"{step.setting}: {error}")
+            note = f"{keys[0]['setting']}: {error}"
+            self.say(note)
+            self.file.note(note[:500])
             return
-        prompts, sources = self.feed(step)
-        for key in self.lacking(step):
-            text = self.ours(key, prompts, sources).texts[0][: self.plan.plain_tokens]
+        prompt = self._library.prompt(number, self.plan.context)
+        if self.bench.feed(prompt.tokens):
+            self.say(f"prefill {self.bench.prefill_seconds:.2f} s, {prompt.name}")
+        for key in (key for key in keys if self.file.find(**key) is None):
+            text = self.ours(key, prompt.tokens, prompt.name).text[: self.plan.plain_tokens]
             if key["temperature"] == 0:
-                if self.bench.offloaded.share(1):
-                    self.plain(key, prompts, [text], ATTENDED)
+                if self.bench.cache.share(1):
+                    self._plain(key, prompt.tokens, text, ATTENDED)
                 with self.bench.streaming_alone():
-                    self.plain(key, prompts, [text], STREAMED)
+                    self._plain(key, prompt.tokens, text, STREAMED)
 
-    def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
+    def ours(self, key: Record, prompt: list[int], source: str) -> Run:
+        """Measures our engine, and the times of its stages."""
+        bench, temperature, new = self.bench, key["temperature"], key["new_tokens"]
+        run = bench.decode(temperature, prompt, new)
+        passes = max(1, min(_PROFILED, new // (bench.program.max_draft_tokens + 1)))
+        stages = bench.stage_ms(temperature, prompt, max(1, round(run.rounds)), passes)
+        sample = key | run.as_dict() | {"sources": [source], "prefill_seconds": bench.prefill_seconds}
+        sample["repeated_8grams"] = repeated_share(run.text)
+        self.add(sample | self._figures(stages))
+        return run
+
+    def _figures(self, stages: dict[str, float]) -> Record:
         bench, header = self.bench, self.file.mine
-        host, streamed = bench.offloaded.host, bench.pass_bytes
+        host, streamed = bench.cache.host, bench.pass_bytes
         read = weight_bytes(bench.target.model) + host.resident_bytes
-        assert self.opened is not None
-        planned = self.opened[1].as_dict()
+        assert self._opened is not None
+        planned = self._opened[1].as_dict()
         return {
             "stages": stages,
             "roof_ms": 1e3 * max(streamed / 1e9 / header["bus_gbps"]["in"], read / 1e9 / header["read_gbps"]),
@@ -162,65 +226,83 @@ class OffloadSession(Session):
             "resident_gib": host.resident_bytes / GIB,
             "host_gib": host.host_bytes / GIB,
             "weights_on_host_gib": bench.weights_on_host / GIB,
-            "host_share": bench.offloaded.share(2),
+            "host_share": bench.cache.share(2),
             "peak_gpu_gib": bench.peak_gib(),
             "options": planned["options"],
             "memory_plan": {name: planned[name] for name in _PLANNED if name in planned},
         }
 
+    def _plain(self, key: Record, prompt: list[int], text: list[int], method: str) -> None:
+        """Measures plain decoding along a text in the same program."""
+        run, exact = self.bench.replay(prompt, text)
+        figures = {name: run.as_dict()[name] for name in ("ms_per_token", "pcie_gbps", "cpu_gbps")}
+        more = {"method": method, "new_tokens": len(text), "sources": [], "exact": exact}
+        self.add(key | figures | more)
 
-_LONG = ((1, 122_880),)
+    def add(self, sample: Record) -> None:
+        """Adds a measurement to the file."""
+        self.file.add(sample)
+        names = ("temperature", "setting", "method", "ms_per_token", "tokens_per_pass", "exact")
+        said = [f"{name} {sample[name]}" for name in names if sample.get(name) is not None]
+        self.say(f"{sample['prompt']}, {', '.join(said)}")
+
+
+def measure_part(plan: Plan, file: ResultsFile, new_session: Callable[[], Session]) -> None:
+    """Measures what the file lacks of a part; without any models where that is nothing."""
+    lacking = [step for step in plan.steps() if any(file.find(**key) is None for key in step[2])]
+    if not lacking:
+        return
+    own = new_session()
+    try:
+        for step in lacking:
+            own.measure(*step)
+    finally:
+        own.file.write()
+        own.bench.close()
+        # Nothing else holds the models: the next part's would not fit beside them.
+        del own.bench
+        free_memory()
+
+
+def print_rows(file: ResultsFile) -> None:
+    for row in file.rows:
+        print(json.dumps({name: value for name, value in row.items() if name != "memory_plan"}))
+
+
 _WITH_THE_CPU = {"host_attention": True}
 PARTS = {
-    "7b": Offloaded("llama-2-7b", _LONG),
-    "8b": Offloaded("llama-3.1-8b", _LONG),
-    "8b-512k": Offloaded("llama-3.1-8b", ((1, 524_288),), prompts=1, one_text=True, new_tokens=128),
+    "7b": Plan("llama-2-7b"),
+    "8b": Plan("llama-3.1-8b"),
+    "8b-512k": Plan("llama-3.1-8b", 524_288, prompts=1, one_text=True, new_tokens=128),
     # 24 GiB of weights and 75 of cache are what a host of 128 GiB can lock.
-    "13b": Offloaded("llama-2-13b", ((1, 98_304),), prompts=1, weights_on_host=True),
-    "resident": Offloaded("llama-2-7b", _LONG, caps=(80.0,), resident=0.75),
-    "caps": Offloaded("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1),
-    "host-attention": Offloaded("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU),
-    "host-attention-8b": Offloaded("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU),
+    "13b": Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True),
+    "resident": Plan("llama-2-7b", limits=(80.0,), resident=0.75),
+    "caps": Plan("llama-2-7b", limits=(16.0, 48.0), prompts=1),
+    "host-attention": Plan("llama-2-7b", prompts=2, options=_WITH_THE_CPU),
+    "host-attention-8b": Plan("llama-3.1-8b", prompts=2, options=_WITH_THE_CPU),
 }
 
 
-def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """Returns medians over prompts, one row for every cell that our engine was measured in."""
-    bus = {k: rounded(v) for k, v in header["bus_gbps"].items()}
-    found = []
-    for row in rows_of_samples(part, header, samples, (STREAMED,)):
-        beside, cap = row["baselines"], row["setting"].get("cap_gib")
-        more: Record = {"gpu_memory_cap_gib": cap, "bus_gbps": bus}
-        if STREAMED in beside:
-            more["baseline_pcie_gbps"] = beside[STREAMED]["pcie_gbps"]
-        if (own := beside.get(ATTENDED)) and row["host_share"]:
-            # The speed-up is that to streamed decoding; this one is to the faster of both.
-            fastest = min(own["ms_per_token"], row["baseline_ms_per_token"] or own["ms_per_token"])
-            more["attended_baseline_ms_per_token"] = own["ms_per_token"]
-            more["attended_baseline_cpu_gbps"] = own["cpu_gbps"]
-            more["speedup_to_fastest_baseline"] = rounded(fastest / row["ms_per_token"])
-        # On another machine the CPU differs as well, and that was not measured.
-        if row["baseline"] and not row["host_share"]:
-            more["projection"] = projection(row, header["bus_gbps"]["in"], header["read_gbps"], RTX_4090)
-        found.append(row | more)
-    return found
-
-
-def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> Record:
-    """Times on another card, by the cost model of the measurements; a projection, not a measurement.
-
-    Bytes that cross the bus take their time on that card's bus; all other time, be it bytes, arithmetic or
-    launches, is stretched by the ratio of memory bandwidths.
-    """
-    slower = read_gbps / card["read_gbps"]
-    megabytes = row["streamed_gib"] * 2**30 / 1e6
-    here, there = megabytes / bus_gbps, megabytes / card["bus_gbps"]
-    ours = (there + slower * max(0.0, row["pass_ms"] - here)) / row["tokens_per_pass"]
-    plain = there + slower * max(0.0, row["baseline_ms_per_token"] - here)
-    figures = {"ms_per_token": ours, "baseline_ms_per_token": plain, "speedup": plain / ours}
-    return {"card": card["name"], **{k: rounded(v) for k, v in figures.items()}}
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    made = parser("benchmarks offload", __doc__)
+    add = made.add_argument
+    add("--part", choices=[*PARTS, "all"], nargs="+", required=True, help="what to measure")
+    add("--prompts", type=int, help="how many; by default as the part has it")
+    add("--temperatures", type=float, nargs="+", help="0 is greedy; likewise")
+    args = made.parse_args(words)
+    args.device = device_of(made, args.tiny)
+    return args
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    made = parts_parser("benchmarks offload", __doc__, PARTS)
-    measure_parts(made, words, PARTS, OffloadSession, rows, FILE)
+    args = options(words)
+    path = results_folder(args.out, args.tiny) / FILE
+    begin = None if args.tiny else RESULTS / FILE
+    for part in PARTS if "all" in args.part else args.part:
+        plan = PARTS[part].tiny() if args.tiny else PARTS[part]
+        plan = replace(plan, prompts=args.prompts or plan.prompts)
+        plan = replace(plan, temperatures=tuple(args.temperatures or plan.temperatures))
+        settings = settings_of(plan.as_dict(), args.seed, args.tiny)
+        file = ResultsFile(path, part, settings, rows, begin)
+        measure_part(plan, file, lambda p=plan, f=file: Session(p, f, args.device, args.seed))
+        print_rows(file)

@@ -126,7 +126,6 @@ GPU = (
         needs="eagle3",
         tiny="--kinds documentation --contexts 260 --temperatures 0 --new-tokens 8 --ways chain",
     ),
-    _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("serving", "serving", 40, tiny="--text python-topics"),
     _bench(
         "conversation",
@@ -134,12 +133,6 @@ GPU = (
         20,
         tiny="--turns 2 --context 256 --reply 4",
     ),
-    _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
-    _bench("on-chip-8b", "on_chip --part 8b", 6, tiny="--part 8b"),
-    _bench("on-chip-batch", "on_chip --part batch", 5, tiny="--part batch"),
-    _bench("on-chip-lengths", "on_chip --part lengths", 5, tiny="--part lengths"),
-    _bench("on-chip-8b-kv8", "on_chip --part 8b-kv8", 6, tiny="--part 8b-kv8"),
-    _bench("on-chip-outputs", "on_chip --part outputs", 4, tiny="--part outputs"),
     _bench("offload-7b", "offload --part 7b", 9, alone=True, tiny="--part 7b"),
     _bench("offload-8b", "offload --part 8b", 6, alone=True, tiny="--part 8b"),
     _bench("offload-8b-512k", "offload --part 8b-512k", 9, alone=True, tiny="--part 8b-512k"),
@@ -164,12 +157,6 @@ GPU = (
         tiny=None,
     ),
     _bench("tree-attention", "tree_attention", 5, tiny=None),
-    _bench(
-        "pair-gpu",
-        "pair --device cuda --lengths 2048 8192 16384 32768 65536 122880 --retrieval 16384/1024 122880/4096",
-        5,
-        tiny=None,
-    ),
     Step(
         "models-gpu",
         "scripts.checks.models --device cuda --paths captured --jobs 9 --limit 100 "
@@ -184,7 +171,6 @@ GPU = (
 """Measured on one GPU, or side by side on several; those on all cards last."""
 
 CPU = (
-    _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
     _bench("conversation-cpu", "conversation", 15, tiny=None),
@@ -211,7 +197,6 @@ CPU = (
         timed=True,
         tiny="--engines ours --kinds documentation --temperatures 0",
     ),
-    _bench("pair", "pair", 60, tiny=None),
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
     Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.jsonl", 600, tiny=None),

@@ -17,8 +17,8 @@ import torch
 import triforce_tree
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
 from scripts.benchmarks.common.timing import synchronize, timed
-from scripts.benchmarks.on_chip.transformers_static import static_decoding
 from scripts.benchmarks.sources.registry import Texts, TextSource, prompts
+from scripts.benchmarks.texts.transformers_static import static_decoding
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
 from triforce_tree.bench.results import repeated_share
@@ -233,10 +233,10 @@ class GridRun:
     def _sample(self, engine: Engine, program: DecodingProgram, prompt: list[int], key: Record) -> None:
         if key["method"] == STATIC:
             target = engine.target
-            found = static_decoding(target, program.store, [prompt], key["new_tokens"], compiled=False)
+            ms = static_decoding(target, program.store, [prompt], key["new_tokens"])
             # It has cleared all that follows the prompt.
             self._fed = list(prompt)
-            self.add(key | {"ms_per_token": found["ms_per_token"]})
+            self.add(key | {"ms_per_token": ms})
             return
         temperature, plain = key["temperature"], key["method"] == PLAIN
         if (len(prompt), temperature) not in self._warm:

@@ -27,7 +27,6 @@ from scripts.benchmarks.sources.loaders import MissingTextError
 from scripts.benchmarks.sources.python_files import package_folders
 from scripts.benchmarks.sources.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, SOURCES, VERSE, Texts
 from scripts.train_pair.corpus import PYTHON, gather
-from scripts.train_pair.tokenizer import END
 from triforce_tree.bench.texts import dataset_texts
 from triforce_tree.loading.checkpoints import PAIR
 
@@ -150,7 +149,7 @@ def prepare(
         ValueError: no text was found.
     """
     tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
-    end, arrays = tokenizer.token_to_id(END), dict[str, np.ndarray]()
+    end, arrays = tokenizer.token_to_id("<|endoftext|>"), dict[str, np.ndarray]()
     with TemporaryDirectory() as folder:
         entries = [entry for source in sources for entry in source.entries(root)] + [*more]
         gather(entries, [Path(pydoc_data.topics.__file__)], Path(folder), cap, held)

@@ -1,4 +1,4 @@
-"""Further distillation of the embedded draft: what it is trained on, and what is saved."""
+"""Texts by kind that drafters are trained on: how they are gathered, drawn and written by a target."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
@@ -65,45 +64,3 @@ def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
     assert len(starts) == 3
     assert (rows[:, -1] == 0).all()
     assert (rows[:, :-1] > 0).all()
-
-
-def test_a_further_distilled_draft_is_averaged_with_the_one_before(script: Any, tmp_path: Path) -> None:
-    ids = load_tokenizer(PAIR / "target")(
-        "It was a truth, or so we were told, and no one asked. " * 80
-    ).input_ids
-    data, out = saved(tmp_path / "kinds.npz", prose=ids), tmp_path / "out"
-    words = ["--data", str(data), "--out", str(out), "--steps", "3", "--tokens", "1032", "--length", "1032"]
-    script("train_pair.kinds.__main__").main([*words, "--warm-up", "1"])
-    assert LlamaForCausalLM.from_pretrained(out / "draft").config.hidden_size == 256
-    weights = [
-        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
-        for folder in (PAIR / "draft", out / "draft", out / "mean")
-    ]
-    assert torch.allclose(weights[2], (weights[0] + weights[1]) / 2, atol=2e-3)
-    assert not torch.equal(weights[1], weights[2])
-
-
-def test_a_new_draft_learns_the_overlap_of_two_temperatures(script: Any, tmp_path: Path) -> None:
-    ids = load_tokenizer(PAIR / "target")("All of this had been said before, and nobody heard it. " * 80)
-    data, out = saved(tmp_path / "kinds.npz", prose=ids.input_ids), tmp_path / "out"
-    words = ["--data", str(data), "--out", str(out), "--steps", "8", "--tokens", "1032", "--length", "1032"]
-    size = ["--hidden", "128", "--mlp", "256", "--temperatures", "1", "0.6", "--log-every", "1"]
-    script("train_pair.kinds.__main__").main([*words, *size, "--warm-up", "1"])
-    config = LlamaForCausalLM.from_pretrained(out / "draft").config
-    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (128, 2, 256)
-    assert not (out / "mean").exists()
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in log if "loss" in line]
-    assert losses[-1] < losses[0] - 0.3
-
-
-def test_overlaps_are_means_over_temperatures(script: Any) -> None:
-    compare = script("train_pair.distill").compare
-    torch.manual_seed(1)
-    q, p = torch.randn(5, 16), torch.randn(5, 16)
-    entropy, overlap = compare(q, torch.eye(16), p, torch.eye(16), (1.0, 0.6))
-    expected = torch.stack(
-        [torch.minimum((q / t).softmax(-1), (p / t).softmax(-1)).sum(-1) for t in (1.0, 0.6)]
-    )
-    assert torch.allclose(overlap, expected.mean(0), atol=1e-6)
-    assert torch.allclose(entropy, -(p.softmax(-1) * q.log_softmax(-1)).sum(-1), atol=1e-5)

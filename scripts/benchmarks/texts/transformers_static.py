@@ -18,9 +18,6 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
 
-# torch.compile takes a run to compile and some runs to capture CUDA graphs; the replays after them count.
-_WARM_UPS = 6
-
 
 def alias(store: KVStore, target: HFModel) -> StaticCache:
     """Returns a static cache whose layers use the memory of the store."""
@@ -39,24 +36,20 @@ def alias(store: KVStore, target: HFModel) -> StaticCache:
 
 
 @torch.no_grad()
-def static_decoding(
-    target: HFModel, store: KVStore, prompts: Sequence[Sequence[int]], new: int, compiled: bool
-) -> dict[str, Any]:
+def static_decoding(target: HFModel, store: KVStore, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Decodes greedily after prompts of one length whose keys and values are in the store.
 
     Args:
         target: the model, with transformers' attention (SDPA).
         store: keys and values of all tokens of each prompt but the last; later slots are overwritten.
         new: new tokens of each sequence.
-        compiled: whether ``torch.compile(mode="reduce-overhead")`` compiles the step.
 
     Returns:
-        median milliseconds per token, seconds of compiling and warming up, and the tokens.
+        median milliseconds per token.
     """
     length, device = len(prompts[0]) - 1, store.device
     cache = alias(store, target)
     model: Any = target.model
-    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if compiled else model
     roots = torch.tensor([[p[-1]] for p in prompts], device=device)
 
     def rewind() -> None:
@@ -69,24 +62,18 @@ def static_decoding(
                 part[..., length:, :] = 0
 
     def step(tokens: Tensor) -> Tensor:
-        if compiled:
-            torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(input_ids=tokens, use_cache=True, **{CACHE: cache}).logits
+        logits = model(input_ids=tokens, use_cache=True, **{CACHE: cache}).logits
         best: Tensor = logits[:, -1:].argmax(-1).clone()
         return best
 
-    start = time.perf_counter()
-    for _ in range(_WARM_UPS if compiled else 1):
-        rewind()
-        step(roots).tolist()
-    warm_up = time.perf_counter() - start
     rewind()
-    tokens, times, out = roots, [], []
+    step(roots).tolist()
+    rewind()
+    tokens, times = roots, []
     for _ in range(new):
         start = time.perf_counter()
         tokens = step(tokens)
         # generate() checks after each token whether the text has ended, so it also waits for each token.
-        out.append(tokens[:, 0].tolist())
+        tokens.tolist()
         times.append(time.perf_counter() - start)
-    texts = [list(text) for text in zip(*out, strict=True)]
-    return {"ms_per_token": 1e3 * statistics.median(times), "warm_up_seconds": warm_up, "tokens": texts}
+    return 1e3 * statistics.median(times)
