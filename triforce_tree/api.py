@@ -138,7 +138,7 @@ def load(
     if isinstance(target, PreTrainedModel):
         target = on_one_device(target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
-        # It is not moved.
+        # A given model is not moved, so the draft goes to its device.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
     config = with_text_ranks(config, target, dtype)

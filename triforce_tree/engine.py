@@ -435,7 +435,7 @@ class Engine:
         several, joining = len(prompts) > 1, how.joining
         pool = None
         if several or joining is not None:
-            # A session has its own slots.
+            # A session has its own slots, and so shares no prefixes.
             shares = self._reuse != "none" and not self._capacity and how.max_batch != 1
             pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]

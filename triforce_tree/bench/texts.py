@@ -84,7 +84,7 @@ def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, w
 
 def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Returns the ids of a text of any length, without the warning that it exceeds the model."""
-    # Imported here: the command line reads texts before torch is imported.
+    # This is imported here, because the command line reads texts before it imports torch.
     from triforce_tree.requests.chat import encoded
 
     return encoded(tokenizer, text)

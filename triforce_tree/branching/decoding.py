@@ -132,7 +132,7 @@ def _scores(leaves: Sequences[Leaf], logits: Tensor) -> Tensor:
         return leaves[0].to_probs.context_free_scores(logits)
     scores = []
     for leaf, own in zip(leaves, logits, strict=True):
-        # What a processor makes of a text may depend on the length that it was made for.
+        # The result of a processor may depend on the length of the prompt for which it was made.
         text = torch.tensor(leaf.sequence.tokens, device=logits.device)
         scores.append(leaf.to_probs.scores(own[None], partial(list, [text])))
     return torch.cat(scores)

@@ -57,7 +57,8 @@ def arranged(feeds: Sequence[Feed]) -> Layout:
         for node in feed.node.path:
             rank.setdefault(node, len(rank))
     order = sorted(feeds, key=lambda feed: [rank[node] for node in feed.node.path])
-    # By node, its own queries and those of the nodes below it: a range that begins with its own.
+    # Maps each node to the range of the queries of itself and of the nodes below it. Its own queries come
+    # first.
     spans: dict[Node, tuple[int, int]] = {}
     queries = 0
     for feed in order:

@@ -23,9 +23,9 @@ def fill_logprobs(slots: TreeSlots, nodes: Sequence[Node]) -> None:
     """
     unknown = [node for node in dict.fromkeys(nodes) if None in node.logprobs]
     slots.fill({parent: len(parent.tokens) for node in unknown for parent in node.path[:-1]})
-    # By the place of a token, the tokens whose log-probabilities its logits have.
+    # Maps the place of a token to the tokens whose log-probabilities are read from its logits.
     following: dict[Place, list[Place]] = {}
-    # By node, the first token to process, and the end.
+    # Maps each node to the range of its tokens that are processed.
     ranges: dict[Node, tuple[int, int]] = {}
     for node in unknown:
         for index, known in enumerate(node.logprobs):

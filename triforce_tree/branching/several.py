@@ -98,7 +98,7 @@ class BeamTree(OwnForward):
     def __init__(self, slots: TreeSlots, width: int, progress: Progress | None = None) -> None:
         super().__init__()
         self._slots, self._width, self._progress = slots, width, progress
-        # In the order of transformers' batch.
+        # The beams are in the order of transformers' batch.
         self._beams: list[Node] = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -31,7 +31,7 @@ class NodeCache(PromptCache):
     def __init__(self, pages: KVPages, node: Node) -> None:
         super().__init__(pages.store, 0, length=node.start + node.stored)
         self._pages, self._node = pages, node
-        # By tokens of the chunk and positions that its layers see, the slots of both.
+        # Maps (tokens of the chunk, positions that the layer sees) to the slots of both.
         self._places: dict[tuple[int, int], tuple[slice | Tensor, slice | Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

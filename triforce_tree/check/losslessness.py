@@ -290,7 +290,8 @@ def _first_tokens(
         for stage, tokens in found.items():
             acceptance = program.verifier(stage).acceptance
             tokens.counts[int(acceptance.emitted[0, 0])] += 1
-            # The same in every pass: level 1 selects its chunks by the root, which no draw has changed.
+            # The probs are the same in every pass, because level 1 selects its chunks by the root, which no
+            # draw has changed.
             if tokens.probs is None:
                 tokens.probs = root(stage)
             if stage != "plain":

@@ -53,7 +53,7 @@ def _content(path: str) -> Mapping[Any, Any]:
     if suffix not in _SUFFIXES:
         raise ValueError(f"--config {path}: the name ends in none of {', '.join(_SUFFIXES)}; rename it")
     text = decoded(Path(path).read_bytes(), repr(path))
-    # Imported here: other commands need neither.
+    # These are imported here, since other commands need neither.
     import tomllib
 
     import yaml
@@ -89,7 +89,7 @@ def _words(path: str, name: str, action: argparse.Action, value: Any) -> Iterato
         values = value if isinstance(value, list) else [value]
         yield from (flag, *map(str, values))
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        # In one word, since a value may begin with a dash.
+        # Flag and value are one word, since a value may begin with a dash.
         yield f"{flag}={value}"
     else:
         raise ValueError(f"{path}: {name} must be one text or number, not {value!r}")

@@ -150,7 +150,7 @@ class Interrupt(StoppingCriteria):
     It is a context manager around the work, and a stopping criterion inside it.
     """
 
-    # Its flag is no state of a text: it may be asked about any token.
+    # The flag is not a state of a text, so the criterion may be called for any token.
     keeps_state = False
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class LevelText:
 
     def _write(self, text: str, style: str | None = None) -> None:
         if style is None or not self.legend:
-            # As it is: rich would expand tabs.
+            # The text is written without rich, which would expand tabs.
             self._console.file.write(encodable(text))
         else:
             self._console.print(Text(encodable(text), style), end="")

@@ -122,7 +122,7 @@ def _prompt(engine: Engine, args: argparse.Namespace, fact: list[int]) -> list[i
     assert engine.tokenizer is not None
     text, count = pydoc_text(), args.prompt_tokens
     if args.start is None and (passage := _PASSAGE.search(text)):
-        # A last blank begins the next token.
+        # A blank at the end would be the beginning of the next token.
         text = text[: passage.end() - 1]
     ids = token_ids(engine.tokenizer, text)
     start = max(0, len(ids) - count) if args.start is None else args.start

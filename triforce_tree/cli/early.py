@@ -73,14 +73,14 @@ def serve(args: argparse.Namespace) -> None:
         packages = " ".join(_SERVER).replace("_", "-")
         raise ValueError(f"serve needs {', '.join(missing)}; pip install {packages}")
     if args.api_key is not None and not args.api_key.strip():
-        # As from an unset variable of the shell, "$KEY": the server would be open to anyone.
+        # An unset variable of the shell ("$KEY") gives an empty key, with which anyone could ask the server.
         raise ValueError("--api-key is empty; give a key, or leave the option out to let anyone ask")
     if args.port > _LAST_PORT:  # the C library would take its last 16 bits
         raise ValueError(f"--port {args.port} must be at most {_LAST_PORT}")
     if args.max_body is not None:
         bytes_of(args.max_body, "--max-body")
     _engine(args)
-    # Bound now, and kept: nobody else takes the port while the model loads.
+    # The socket is bound now and kept, so that nobody else takes the port while the model loads.
     args.listening = _bound(args.host, args.port)
 
 
@@ -242,7 +242,7 @@ def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
 
 
 def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
-    """Do what :func:`_fit` does, and check that the text can have so many tokens, each of a byte or more."""
+    """Does what :func:`_fit` does, and checks that the text has bytes enough for so many tokens."""
     if args.dataset is None and lengths:
         _, texts = documents(args)
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in words
     try:
-        # Imported here, inside the handling of Ctrl-C, as are all modules that commands need.
+        # This module is imported inside the handling of Ctrl-C, as are all modules that commands need.
         from triforce_tree.cli.arguments import parser
 
         args = parser().parse_args(words)
@@ -69,7 +69,7 @@ def _open_closed_streams() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # These take seconds.
+    # These imports take seconds.
     with logged("importing torch and transformers"):
         import torch
         from transformers.utils import logging as transformers_logging
@@ -122,6 +122,6 @@ def _message(error: Exception) -> str:
 def _failed(message: str, code: int) -> int:
     # Set by torchrun.
     rank = os.environ.get("RANK")
-    # In one write: other ranks may write at the same time.
+    # There is one write, because other ranks may write at the same time.
     sys.stderr.write(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}\n")
     return code

@@ -21,7 +21,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.requests.chat import encoded
 from triforce_tree.requests.output import GenerateOutput
 
-# Shorter preparations are not mentioned.
+# Preparations that take less time are not mentioned.
 _NOTABLE_SECONDS = 0.1
 
 

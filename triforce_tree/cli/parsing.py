@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         found = self._known(args, namespace)
         path = getattr(found, "config", None) if "--config" in self._option_string_actions else None
         if path is not None:
-            # Imported here, since it imports this module.
+            # The module is imported here, since it imports this one.
             from triforce_tree.cli.config_file import words_of
 
             try:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             except ValueError as error:
                 self.error(str(error))
             self._file = path
-            # By itself first, so that an error names the file.
+            # The words of the file are parsed alone first, so that an error names the file.
             self._known(words, namespace)
             self._file = None
             found = self._known([*words, *args], namespace)

@@ -46,7 +46,7 @@ class ChunkedPrefill:
 
     def __init__(self, reuse: Reuse, progress: Progress | None) -> None:
         self._reuse, self._progress, self._chunks = reuse, progress, 0
-        # By batch index, the oldest first; some sequences may have ended.
+        # Maps a batch index to its prompt, the oldest first. Some of these sequences may have ended.
         self._prompts: dict[int, _Prompt] = {}
         # Batch indices whose state on the device is not that of their text.
         self._stale: set[int] = set()

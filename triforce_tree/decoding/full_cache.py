@@ -45,7 +45,7 @@ class ChunkMeans:
         self, view: RetrievalView | None, cached: CachedTokens, max_seq_len: int, device: torch.device
     ) -> None:
         self._view, self._cached, self._most, self._device = view, cached, max_seq_len, device
-        # How many tokens of each sequence its means include.
+        # The number of tokens of each sequence that the means include.
         self._known = [0] * len(cached.held)
 
     def begin(self) -> None:

@@ -352,7 +352,7 @@ class Hierarchy:
         machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
 
         def planned() -> MemoryPlan:
-            # For sequences of the rounded length if they fit, else of the exact one.
+            # The plan is for sequences of the rounded length if they fit, else for those of the exact length.
             longer = replace(workload, new=max_seq_len - workload.prompt)
             try:
                 return memory_plan.plan(sizes, machine, config, given, longer)
@@ -441,7 +441,8 @@ class Hierarchy:
             and len(prompts) == 1 and levels == 3 and pool is None and not self.config.offloads
             and self.facts.few_bits and self.level_one.choosable
         )  # fmt: skip
-        # Without the bits that are chosen: the last program serves with those that it has.
+        # ``self.config`` does not have the chosen bits, since the last program can serve with the bits that
+        # it has.
         serves = _Served(self.config, few_bits, len(prompts), levels, split)
         kept: list[FullCache] = []
         earlier: Drafter | None = None

@@ -153,7 +153,7 @@ class DecodingLoop:
         self._kept: dict[int, Sequence] = {}
         # Whether there is a program, and whether its cache holds the sequences.
         self._made = self._prefilled = False
-        # How many places the batch has from the next pass on, if this changes.
+        # The number of places of the batch from the next pass on; None if it does not change.
         self._places: int | None = len(sequences) if in_chunks else None
         # Statistics of earlier programs, and of the present one.
         self._before: list[LevelStats] = []
@@ -369,7 +369,7 @@ class DecodingLoop:
             for b, sequence in enumerate(self.sequences):
                 if sequence is not None:
                     sequence.index = b
-        cache = None  # Its memory may be needed.
+        cache = None  # The next program may need its memory.
         self._later, self.joining = self.joining, []
         self._reuse, reuse = "all", self._reuse
         try:

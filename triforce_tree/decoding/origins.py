@@ -99,7 +99,7 @@ class Origins:
         verified, self._verified = self._verified, []
         if not verified:
             return []
-        # In one copy to the host.
+        # All tables are copied to the host at once.
         tables = [torch.cat([each.counts[:, None], each.path], 1) for each in verified]
         flat = torch.cat([table.flatten() for table in tables]).tolist()
         names: list[list[str]] = []

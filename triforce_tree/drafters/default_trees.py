@@ -46,8 +46,8 @@ DEFAULT_TREES = {
     "mtp": _BY_DEPTH,
     # Each run reads keys and values of the whole text, so there are fewer of them.
     "gemma4": _BY_DEPTH._replace(tree=(4, 4, 4, 3)),
-    # As many nodes at each depth as the tree of 63 nodes that Medusa's authors chose for Vicuna-7B
-    # (mc_sim_7b_63).
+    # There are as many nodes at each depth as in the tree of 63 nodes that Medusa's authors chose for
+    # Vicuna-7B (mc_sim_7b_63).
     "medusa": _BY_DEPTH._replace(tree=(10, 28, 23, 2)),
     # One run predicts all depths, so that deep trees cost no drafting. The tree has 62 nodes, so that its
     # masks fit into words of 64 bits.

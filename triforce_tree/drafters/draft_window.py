@@ -91,7 +91,7 @@ class RecomputedWindow:
         self._refeed, self._scratch = refeed, scratch
         self.store = _store(draft, self.config, scratch, state)
         self.dropped = torch.zeros_like(state.length)
-        # The host has a copy.
+        # ``_dropped_on_host`` is a copy of ``dropped`` on the host.
         self._dropped_on_host = [0] * state.batch
         # The number of first tokens of each sequence that the cache holds or has dropped.
         self._fed = [0] * state.batch
@@ -192,9 +192,11 @@ class ContinuedWindow:
         self.dropped = torch.zeros_like(state.length)
         # The number of first tokens that the states hold, negative for a padded sequence.
         self._held = torch.zeros_like(state.length)
-        # What the host knows: of ``dropped``, and of ``_held`` at the beginning of the last pass with trees.
+        # Copies on the host of ``dropped``, and of ``_held`` as it was at the beginning of the last pass with
+        # trees.
         self._dropped_on_host, self._held_on_host = torch.zeros(2, batch, dtype=torch.int64)
-        # The newest prompt of each sequence, whose beginnings there are copies of.
+        # The newest prompt of each sequence. There are copies of the states at the ends of some of its
+        # beginnings.
         self._prompts: list[list[int]] = [[] for _ in range(batch)]
         self._marks = Marks(self, batch)
 
@@ -259,7 +261,7 @@ class ContinuedWindow:
         before = state.end + 1 - self._refeed - self._held
         self._own.begin(committed, before.clamp(0, state.max_draft_tokens))
 
-    # What copies for later prompts consist of (``Continued``)
+    # Copies for later prompts (the protocol ``Continued``)
 
     def _parts(self, b: int) -> list[Tensor]:
         kept = self.config.sinks + 2 * self.config.window

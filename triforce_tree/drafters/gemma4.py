@@ -199,7 +199,7 @@ class _Network:
             return attend(self._kinds[layer], nodes, params).flatten(0, 1)[:, None]
 
         call: Attend = by_layer
-        # To the model each node is a sequence of one token, whose keys and values come from elsewhere.
+        # The model gets each node as a sequence of one token. The keys and values are those of the target.
         x = torch.cat([embedded, hidden.to(embedded.dtype)], -1).flatten(0, 1)[:, None]
         x = model.pre_projection(x)
         nothing = dict.fromkeys(self._kinds, (x[:, None], x[:, None]))

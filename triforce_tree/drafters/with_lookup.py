@@ -204,7 +204,7 @@ class SuffixIndex:
         return [text[end + i % period] for i in range(count)]
 
     def _first(self, gram: tuple[int, ...]) -> int:
-        # The same hash as in ``_hashes``; numpy arrays of six numbers would take longer than the search.
+        # The hash is that of ``_hashes``; numpy arrays of six numbers would take longer than the search.
         wanted = 0
         for token in gram:
             wanted = (wanted * _FACTOR + token) % _MODULUS

@@ -143,7 +143,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        # By the tokens that end a text: a compiler must not take them for text.
+        # Maps the tokens that end a text to a compiler, which must not take them for text.
         self._compilers: dict[frozenset[int], Any] = {}
         self._tools: _Tools
         self._lock = Lock()

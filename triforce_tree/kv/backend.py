@@ -253,7 +253,7 @@ class KVBackend:
     def forget(self) -> None:
         """Makes the backend forget which tokens its slots hold, so that no later prompt reuses them."""
 
-    # From one cache to the next
+    # Replacing one cache by another
 
     def serves(self, pool: PoolSize | None) -> bool:
         """Returns whether this backend serves prompts that use ``pool``, or their own slots if it is None."""
@@ -344,7 +344,8 @@ class KVBackend:
     def set_layer(self, layer: int, count: int, parts: Sequence[Tensor]) -> None:
         """Stores the result of :meth:`layer`."""
         group, place = self._layer_of(layer)
-        # Of a layer with a window, the last positions; both ends know at least a window of them.
+        # A layer with a window gets only the last positions; sender and receiver know at least a window of
+        # them.
         kept = min(parts[0].shape[1], group.slots)
         positions = range(count - kept, count)
         for slots, part in zip(group.parts, parts, strict=True):

@@ -153,7 +153,7 @@ class KeptPrefixes:
         last, part = None, 0
         for entry in self._after.get(digests[whole], {}).values():
             count = common_prefix(entry.tokens, rest)
-            # Of several that share as much, one that ends there.
+            # If several entries share as much, one that ends there is preferred.
             if last is None or (count, count == len(entry.tokens)) > (part, part == len(last.tokens)):
                 last, part = entry, count
         alike, end = whole * size + part, last

@@ -57,7 +57,7 @@ class PromptCache:
         keys, values = self.store.append(layer, self.sequence, self.length, k, v)
         if params.selected is not None:
             return selected_attention(q, keys, values, params, self.visible(q.shape[2]))
-        # Layers that share another's keys may have been left with the last queries alone.
+        # Layers that share the keys of another layer may get only the last queries.
         return windowed_attention(q, keys, values, params, stop - q.shape[2]).transpose(1, 2)
 
     @property

@@ -99,7 +99,7 @@ class PrefixExchange:
             how = "blocks"
         found = self._prefixes.find(digests, prompt[:-1], self.block, how)
         if found.length > held:
-            # What layers that keep all positions have is the same, as far as the tokens are.
+            # Layers that keep all positions have the same keys and values as long as the tokens are equal.
             start = backend.cached.common(b, prompt[: found.length + 1], "all")
             first = start // backend.unit * backend.unit
             backend.fill(b, prompt, start, found.length, _runs(found, first))

@@ -232,9 +232,10 @@ class KVStore:
         self._initialised = beside is not None and beside._initialised
 
     def _begin_empty(self, batch: int) -> None:
-        """Begins with sequences without tokens."""
+        """Sets the lengths of ``batch`` sequences to zero, and forgets which positions were written."""
         self._lengths = [0] * batch
-        # By sequence and group: positions before it were lost when another store, a copy or a file was read.
+        # For each sequence and group: the positions before this one were lost when another store, a copy or a
+        # file was read.
         self._lost = [[0] * len(self.groups) for _ in range(batch)]
         # The end of the positions that were written, those of scratch slots included.
         self._written = [0] * batch
@@ -471,7 +472,7 @@ class KVStore:
 
     def grown(self, counts: Sequence[int]) -> None:
         """Records how many tokens were appended to each sequence."""
-        # In place: all stores that share the memory share the lists.
+        # The lists are changed in place, because all stores that share the memory share them.
         scratch, before = self.scratch or 0, self._lengths
         self._written[:] = [max(w, length + scratch) for w, length in zip(self._written, before, strict=True)]
         self._lengths[:] = [length + count for length, count in zip(before, counts, strict=True)]
@@ -506,7 +507,7 @@ def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Returns keys and values ``[1, H_kv, T, D]`` in int8, then their scales ``[1, H_kv, T, 1]``."""
     stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
     scales = torch.empty(2, *k.shape[:3], 1, dtype=torch.float32, device=k.device)
-    # By the operator that decoding stores them with, so that both round alike.
+    # The operator is the same with which decoding stores keys and values, so that both round alike.
     start = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     step.append_kv(stored[0], stored[1], k, v, start, 0, scales[0], scales[1])
     return (*stored, *scales)

@@ -188,7 +188,8 @@ class TreeAttentionView:
         """Stores the new keys and values of one layer, and returns how it attends."""
         params = slots.checked(params)
         if slots.layer == self._first_layer:
-            # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
+            # Windows are updated here and not in ``begin``, because the buffers that ``follow`` gets may be
+            # filled just before the first layer.
             for window in self._windows.values():
                 window.update(self.lengths, self.mask)
             for attention in self._attentions:
@@ -333,7 +334,7 @@ class PagedRetrievalView(TreeAttentionView):
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(start, mask_words)
-        # Of the chunks before the boundary as many are visible as there are slots.
+        # As many of the chunks before the boundary are visible as there are slots for them.
         self._visible.copy_(start + (self.slots - self.boundary) * self.config.chunk)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

@@ -27,7 +27,7 @@ def add_adapter(model: PreTrainedModel, folder: Path, merged: bool = False) -> P
         ValueError: the adapter does not fit the model, or cannot be merged.
         torch.OutOfMemoryError: device memory is short.
     """
-    # Imported here: peft is optional, and takes a second.
+    # peft is imported here, because it is optional and takes a second.
     from peft import PeftConfig, PeftModel
 
     try:

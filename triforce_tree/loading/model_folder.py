@@ -230,7 +230,7 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
     Raises:
         FileNotFoundError: there is no such repository, or it cannot be reached.
     """
-    # Imported here: it takes half a second.
+    # The import takes half a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -208,7 +208,8 @@ def _load(
     device: torch.device,
 ) -> LoadStateDictInfo:  # fmt: skip
     """Loads tensors by their names in the checkpoint, and returns what was not loaded."""
-    # Not those that the target was loaded with: its quantisation has further ones.
+    # The conversions with which the target was loaded cannot be used, because quantisation adds others to
+    # them.
     conversions = get_model_conversion_mapping(target)
     named: Any = SimpleNamespace(config=config, _weight_conversions=conversions)
     mapping: Any = model.get_weight_conversions(named)

@@ -63,7 +63,7 @@ def _attention(
         query = scaled_queries(module, query, triforce_positions)
     else:
         assert not hasattr(module, "triforce_query_scale"), "the model's layers do not pass keywords on"
-    # Only the compiler needs the operator; calling it takes longer than a small attention.
+    # Only the compiler needs the operator, whose call takes longer than a small attention.
     if torch.compiler.is_compiling():
         size = -(window or 0) if chunked else window or 0
         operator = torch.ops.triforce_tree.planned_attend

@@ -132,11 +132,11 @@ class Fingerprint:
 
     def __init__(self, root: nn.Module, moves: bool = False, left_out: Collection[str] = ()) -> None:
         self._root, self._moves, self._left_out = root, moves, frozenset(left_out)
-        # By name: a value, and the name of the state that it is part of; the empty text for none.
+        # Maps a name to its value and to the name of the state that the value is part of ("" for none).
         self._values: dict[str, tuple[Any, str]] = {}
-        # By identity: everything that was looked into.
+        # Maps the id of each object that was visited to the object.
         self._seen: dict[int, Any] = {}
-        # Places of state, and all others.
+        # The places that are part of a state, and all other places.
         self.state, self._others = _Places(), _Places()
         self._classes: set[type] = set()
         self._weights: dict[int, Tensor] = {}
@@ -356,13 +356,13 @@ class Fingerprint:
             for key, value in list(own.items()):
                 if isinstance(value, types.FunctionType) and (not key.startswith("__") or key == "__call__"):
                     self._add(f"{at}.{key}", value, "", 1)
-                # transformers keeps answers about a class so.
+                # transformers caches answers about a class in attributes with this ending.
                 elif not key.startswith("__") and not key.endswith("_cached_value"):
                     self._note(f"{at}.{key}", value)
 
 
 _ABSENT = object()
-# Of a variable of a closure that is not assigned yet; only such cells are equal to it.
+# The cell of a closure variable that is not assigned yet. Only such cells are equal to it.
 _UNSET = types.CellType()
 
 

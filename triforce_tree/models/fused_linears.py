@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import MOST_FUSED
 
-# Given by name: the operator is registered only where Triton is installed.
+# The operator is given by name, because it is registered only if Triton is installed.
 _SINGLE = "triforce_tree.few_row_linear.default"
 
 
@@ -38,7 +38,7 @@ def fused(
     off): the layers of a 7B model take 3 to 5% less time. This is safe next to our kernels, which trigger the
     launch of the next one only after the kernel before them has finished writing.
     """
-    # Imported when something is compiled: it takes seconds.
+    # The import takes seconds, so it waits until something is compiled.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 

@@ -269,7 +269,7 @@ class HFModel:
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
         kept: int | Tensor = 1 if last_only else 0
         if last_only and every_state and self._shares_kv:
-            # transformers leaves tokens out by a number alone.
+            # With a number, the layers of transformers would leave out tokens; with indices they do not.
             kept = torch.tensor([len(tokens) - 1], device=self.device)
         with running_forward(cache.attend, states=cache.recurrent, indexed=cache.indexed) as forward:
             out = self.running(

@@ -47,7 +47,7 @@ class LengthRope:
         self._limit = torch.zeros((), dtype=torch.int64, device=device)
         self._beyond = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._names = names
-        # By module and buffer: the frequencies in use [D], and the short and the long set [2, D].
+        # Maps (module, buffer) to the frequencies in use [D], and to the short and the long set [2, D].
         self._frequencies: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self.choose(False)
         self.waits_for_host = self._waits(model)

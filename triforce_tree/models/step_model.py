@@ -141,7 +141,7 @@ class StepModel:
                 **({"triforce_positions": positions} if self.scales_queries else {}),
                 **masks,
             )
-        # Some families compute all of them.
+        # Some families compute the logits of all tokens.
         logits: Tensor = out.logits[:, -last:]
         return agreed_logits(self.model, logits.contiguous())
 
@@ -272,7 +272,7 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Calla
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal failed
         length = hidden.shape[1]
-        # Longer inputs gain little.
+        # A compiled forward gains little for longer inputs.
         if not failed and length <= MOST_ROWS:
             reached = running.count
             if length not in lengths:

@@ -49,7 +49,7 @@ def fitting_batch(
         return own + memory_map.reserve(free)
 
     first, second = needed(1), needed(2)
-    # Each sequence takes the same.
+    # Each further sequence takes the same memory.
     fits = 1 + max(0, free - first) // max(1, second - first)
     return int(distributed.all_reduce_min([min(wanted, fits)])[0])
 

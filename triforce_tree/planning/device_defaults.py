@@ -32,7 +32,7 @@ from triforce_tree.trees.shapes import Shape, matched_alone, tree_shape
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps,
 # because other settings need new buffers and graphs.
 _RETRIEVAL = ((98_304, 8192, 32), (49_152, 8192, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
-# The same under grouped-query attention, where 16,384 gain as much with sampling as they lose without.
+# The same for grouped-query attention. A budget of 16,384 gains as much with sampling as it loses without.
 _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
 _TREE = "best-first:4,4,4,3"
 # Proposals that passes may choose instead: trees, and matched tokens where a text repeats itself. On a CPU
@@ -44,13 +44,15 @@ _TREE = "best-first:4,4,4,3"
 _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
 _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
-# Beside them for more sequences than so many, whose long proposals compute longer than a pass reads weights.
+# For more sequences than this there is one more shape, because long proposals of so many sequences compute
+# longer than a pass reads weights.
 _MANY, _TREES_OF_MANY = 8, ("lookup:7",)
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # Most tokens of a sequence in a pass over a chain that ends in a tree: more take another tile of attention.
 # The trees of a batch have no more tokens than the kernels of few rows take.
 _TAIL_TOKENS = 64
-# From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
+# If there are at least this many query heads for each KV head, a chain of 16 tokens fills a tile of the
+# attention kernel.
 _GROUPED = 4
 _DEFAULTS = HierarchyConfig().as_options()
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})

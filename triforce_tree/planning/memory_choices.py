@@ -24,7 +24,7 @@ _RETRIEVAL_OPTIONS = frozenset(
     ("levels", "budget", "chunk", "recent", "refresh", "retrieval_weight_bits", "gamma")
 )
 _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK, _LEAST_PREFILL_CHUNK = 4096, 1024, 512
-# The same where the experts of each chunk are streamed.
+# Sizes of prefill chunks if the experts of each chunk are streamed.
 _STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 

@@ -214,7 +214,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
         recent = retrieval.recent
         slots = (retrieval.budget - recent) // retrieval.chunk * retrieval.chunk
         chunks = max_seq_len // retrieval.chunk * layers * sizes.kv_heads * batch
-        # With the slot of each chunk, int32.
+        # The last 4 bytes are the slot of each chunk, int32.
         means = chunks * (retrieval.columns(sizes.head_dim) * sizes.itemsize + 4)
     store_slots = slots + window_slots(recent, unit, pass_limits(config, levels).scratch_slots)
     store = round_up(store_slots, _PAGE) * layers * slot_bytes * batch

@@ -325,7 +325,8 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     limits = pass_limits(config, levels)
     tokens = limits.chain_nodes() if levels == 3 else limits.nodes
     nodes = limits.tail + (sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1)
-    # Noise by position, since any request may give seeds: the buffer, and what a pass gathers of it.
+    # Any request may give seeds, so the rows include the buffer of noise by position and what a pass gathers
+    # from it.
     rows = 6 * tokens + 8 * nodes + limits.max_draft_tokens + limits.extra + 1 + max(tokens, limits.nodes)
     return _WORKSPACE + batch * (4 * rows * sizes.vocabulary + 2 * (tokens + 2 * nodes) * activations(sizes))
 
@@ -372,7 +373,7 @@ def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
         return 0
     if not sizes.streamed:
         return sizes.weights * config.weight_bits // 16
-    # Only the streamed weights are copied, and linear layers; in 4 bits each 128 weights have a scale of two
+    # Only streamed weights and linear layers are copied. In 4 bits each 128 weights have a scale of two
     # bytes.
     tables = 2 * sizes.vocabulary * sizes.hidden * sizes.itemsize
     copied = max(sizes.streamed, sizes.weights - tables) if sizes.streams_experts_only else sizes.streamed

@@ -17,7 +17,7 @@ _CHAIN, _TREES, _CHAIN_WEIGHT, _TREES_WEIGHT, _EARLIER = 0.9, 0.6, 3.0, 2.0, 6.0
 _STEPS = 20
 # The weight, in expected tokens, of the expectation that a kind of pass yields what its shape lets expect.
 _USUAL = 12.0
-# How much more passes that were not tried may yield, and the expected tokens that halve its square.
+# The share by which passes that were not tried may yield more, and the expected tokens that halve its square.
 _DOUBT, _SETTLED = 0.25, 10.0
 # The expected acceptance after matches of at least so many tokens, and its weight in judged tokens.
 FORCED = 1_000_000

@@ -43,7 +43,7 @@ _MOST_BUDGET = 64.0
 _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 # A pass is useful if it may be this much faster than plain decoding.
 _MARGIN = 1.02
-# How much faster than expected a pass may be that was not measured.
+# The factor by which a pass that was not measured may be faster than expected.
 _UNSURE = 1.5
 # Plain passes are measured before anything is drafted, unless drafting is expected to be this much faster.
 _SURE = 3.0
@@ -347,7 +347,7 @@ class PassPolicy:
                     del self._held[shape]
         return ready
 
-    # What passes lose
+    # The budget of what drafting may lose
 
     @property
     def _spendable(self) -> float:

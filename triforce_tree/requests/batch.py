@@ -18,7 +18,7 @@ from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
 
-# More new tokens than any option demands at least.
+# More than any option demands as the fewest new tokens.
 _MANY = 1 << 30
 # Passes for which fewer places would do, after which a batch is made smaller.
 _PATIENCE = 32
@@ -50,7 +50,7 @@ class Batch:
         self._waiting, self._count = deque(waiting), len(request.sequences)
         wanted = request.outputs or self._how.joining is not None
         self._scores = EmittedScores(request, hierarchy.offloads) if wanted else None
-        # By the identity of options that prompts may join with: the options, and whether they may.
+        # Maps the id of options to these options, and to whether prompts with them may join.
         self._known: dict[int, tuple[Mapping[str, Any], bool]] = {}
         # Passes in a row for which fewer places would do; and places beside which memory is short for more.
         self._passes_with_fewer, self._full = 0, 0

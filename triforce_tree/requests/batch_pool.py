@@ -117,7 +117,7 @@ class BatchPool:
         """
         hierarchy = self._hierarchy
         if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
-            # Memory was planned for as many.
+            # The memory plan is for this many sequences.
             return most
         last = hierarchy.last_program
         serves = last is not None and last.cache.fits(prompt + new_tokens, self())
@@ -162,14 +162,14 @@ class BatchPool:
             # Sequences run in what there is; if their number was not known, more of them have more slots.
             self._sequences = max(self._sequences, most)
             return fits(self.slots, most)
-        # A batch of one sequence gets others.
+        # Further sequences may join a batch of one.
         wanted = max(2, most)
         while slots := self.slots:
             if (found := fits(slots, wanted)) >= wanted:
                 return most
             self._part /= 2
             if self.slots == slots:
-                # There is no less.
+                # The part cannot become smaller.
                 if found >= fits(0, wanted):
                     return min(most, found)
                 self._part = 0

@@ -18,7 +18,7 @@ from triforce_tree.requests.tokenized_texts import (
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
 
-# More characters than a token of any text has, except in long runs of one character.
+# A token has fewer characters than this, except in long runs of one character.
 _MANY_CHARACTERS = 16
 # The most characters of names and values in errors.
 _SHOWN_CHARACTERS = 60
@@ -34,7 +34,7 @@ def chats_of(given: Any) -> list[Chat] | None:
     """
     if not isinstance(given, (list, tuple)) or not given:
         return None
-    # By types first: a long prompt of token ids is looked through at the interpreter's speed.
+    # The types are compared first, because looking at each id of a long prompt is slow.
     if not any(issubclass(kind, (Mapping, list, tuple)) for kind in set(map(type, given))):
         return None
     if not any(map(_holds_message, given)):
@@ -238,7 +238,7 @@ def _reads_parts(tokenizer: Tokenizer, role: str) -> bool:
         text = own.apply_chat_template(chats.get(role, [message, question, answer]), tokenize=False)
     except Exception:  # it does not take a list
         return False
-    # A template that prints the list shows its notation, of Python or of JSON.
+    # If the template prints the list itself, its notation in Python or JSON stands between the two words.
     between = str(text).partition("marka")[2].partition("markb")
     return bool(between[1]) and "type" not in between[0]
 

@@ -31,7 +31,7 @@ Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
 IdArray = np.ndarray[Any, np.dtype[np.int64]]
-# More tokens than a tokenizer adds to a text.
+# A tokenizer adds fewer tokens than this to a text.
 _SPECIAL = 16
 _OTHER = re.compile(
     "pixel|image|video|audio|patch|grid|second_per|input_features|input_values|feature_att|^mm_"
@@ -318,7 +318,7 @@ def text_alone(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, An
     if config.get_text_config(decoder=True) is config:
         return dict(given)
     kept = {}
-    # The images are named rather than the types of their tokens.
+    # Images come before the types of their tokens, so that the error names the images.
     for name, value in sorted(given.items(), key=lambda item: item[0] in _TYPES):
         if name not in _TYPES and not _OTHER.search(name):
             kept[name] = value

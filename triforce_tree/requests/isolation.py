@@ -56,7 +56,7 @@ _MADE_WITH_CLASS = frozenset(
     {"__dict__", "__weakref__", "__module__", "__slots__", "__abstractmethods__", "_abc_impl"}
 )
 _PLAIN = frozenset({int, str, float, bool, bytes, list, dict, tuple, set, frozenset, type(None)})
-# How an object may tell pickle to leave parts of it out.
+# Methods by which an object may tell pickle to leave out parts of it.
 _COPIED_OTHERWISE = frozenset({"__reduce__", "__reduce_ex__", "__getstate__"})
 _MOST_OBJECTS, _MOST_BYTES = 20_000, 1 << 28
 
@@ -205,7 +205,8 @@ class _Pickler(pickle.Pickler):
         own = vars(given)
         if type(given) not in (type, abc.ABCMeta) or "__init_subclass__" in own:
             raise NotIsolatedError(f"the class {given.__name__} is made in a way of its own")
-        # What describes a class is not called; a dataclass's own description of itself takes locks.
+        # Members that describe a class are shared and not copied, since they are not called while decoding;
+        # the ``__repr__`` of a dataclass takes locks.
         described = {"__repr__", "__str__", *(name for name, value in own.items() if not callable(value))}
         attributes = {
             name: _Shared(value) if name.startswith("__") and name in described else value
@@ -322,7 +323,8 @@ def _assigned(code: types.CodeType, known: dict[str, Any]) -> str | None:
                 name in _CHANGING or (name.endswith("_") and not name.startswith("_"))
             )
             if changes or each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-                # What is changed begins where the expression does: a local variable, or more than that.
+                # The changed object is found at the beginning of the expression, which may be a local
+                # variable or longer.
                 begun = [b for b in before if b.positions and b.positions[:1] + b.positions[2:3] == at]
                 root = next((str(b.argval) for b in begun if b.opname == "LOAD_GLOBAL"), None)
                 if root is not None and isinstance(known.get(root), types.ModuleType):

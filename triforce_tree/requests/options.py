@@ -269,7 +269,8 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
             )
 
 
-# What transformers' generate prepares for a model's own forward, and what this package does by itself.
+# Options that transformers' generate prepares for a model's own forward, and those that this package handles
+# itself.
 _PREPARED = frozenset(
     {
         "position_ids",
@@ -311,7 +312,7 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
     if positions is not None:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        # Families differ in what padding gets.
+        # Families differ in the positions that padding gets.
         same = positions.shape[-1] == counted.shape[1] and (positions.to(counted) == counted) | (mask == 0)
         if same is False or not bool(same.all()):
             raise ValueError(

@@ -33,7 +33,7 @@ class EmittedScores:
     def __init__(self, request: Request, on_host: bool) -> None:
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._returned = torch.device("cpu") if on_host else request.given_ids.device
-        # By name and sequence, [V] or [] of each token.
+        # Maps a name to a list for each sequence, with a tensor [V] or [] for each token.
         self._values: dict[str, list[list[Tensor]]] = {name: [] for name in ("logits", "scores", "logprobs")}
         self._wanted: list[frozenset[str]] = []
         self._texts: list[Tensor] = []

@@ -119,7 +119,7 @@ class Streamers:
         streamer = self._streamers[number] if self._streamers else None
         if newest is not None and (put_scores := getattr(streamer, "put_scores", None)):
             put_scores(newest(number, len(tokens)))
-        # transformers' own return None.
+        # The streamers of transformers return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 
     def wants_end(self, number: int) -> bool:

@@ -22,7 +22,7 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 # Characters before the first changed one that are tokenized again: in runs of one character, or of digits,
 # tokens may agree late.
 _WINDOWS = 2048, 32_768
-# Tokens that agree before the first one that differs.
+# The old and the new tokenization must agree in at least this many tokens before the first one that differs.
 _SURE = 16
 # Share of a text's characters that its tokenization by parts may take.
 _MOST = 0.5

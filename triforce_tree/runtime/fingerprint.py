@@ -56,7 +56,7 @@ def _cpu() -> str:
 
 # A digest of weights reads this many bytes of each tensor.
 _SAMPLES = 256
-# Attributes by which modules of peft choose their adapters.
+# Attributes with which modules of peft choose their adapters.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 

@@ -12,7 +12,7 @@ from triforce_tree.server.refusals import RefusedError
 from triforce_tree.server.tools.calls import Shape
 from triforce_tree.server.tools.special_tokens import with_tokens
 
-# What xgrammar writes before its messages: a time, and a place in its source.
+# xgrammar writes the time and a place in its source before each message.
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
 _SHOWN_CHARACTERS = 300
 
@@ -31,7 +31,7 @@ class GrammarTexts:
             str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._grammars: Any = None
-        # Which tokens end a text does not matter to whether a grammar can be compiled.
+        # Whether a grammar can be compiled does not depend on the tokens that end a text.
         self._ends = [tokenizer.eos_token_id or 0]
 
     def prepare(self) -> None:

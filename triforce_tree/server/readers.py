@@ -24,8 +24,8 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_
 _BYTES = 2**20
 # Most total bytes of requests that are being read or wait for a process.
 _WAITING_BYTES = 256 * 2**20
-# How often a request is read whose processes end early. The second try can meet a forking process that is
-# ending; the third one starts it again.
+# The number of times that a request is read if the processes that read it end early. The second try can meet
+# a forking process that is ending; the third one starts it again.
 _TRIES = 3
 
 

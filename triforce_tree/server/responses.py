@@ -17,12 +17,12 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,), "include": ([],), "truncation": ("disabled",), "conversation": (),
     "stream_options": ({"include_obfuscation": False},),
 }  # fmt: skip
-# What the reply repeats of the request.
+# Fields of the request that the reply repeats.
 _ECHOED = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature",
     "text", "tool_choice", "tools", "top_p", "user",
 )  # fmt: skip
-# What a model reads of a reasoning item is up to its template.
+# The chat template of the model decides what it reads of a reasoning item.
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -66,7 +66,7 @@ def chat_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         chat["reasoning_effort"] = reasoning.get("effort")
     for name, value in given.items():
         if not any(value == each for each in _NOTHING.get(name, ())):
-            # Refused with its name, as in a chat.
+            # The field is refused by its name, as in a chat.
             chat[name] = value
     return chat, echoed
 

@@ -62,7 +62,8 @@ class Service:
             return Response(await asyncio.to_thread(_encoded, read.body), media_type="application/json")
         pieces = _Pieces()
         emit = _emitter(pieces, asyncio.get_running_loop())
-        # In a thread, as lists of millions of tokens would block the event loop, and a grammar is compiled.
+        # This runs in a thread, because lists of millions of tokens and compiling a grammar would block the
+        # event loop.
         sequences = await asyncio.to_thread(self._sequences, read, emit)
         for sequence in sequences:
             # Without a name of the end user, all requests from one address are one client's.
@@ -88,7 +89,7 @@ class Service:
                 if await request.is_disconnected():
                     return Response(status_code=499)
         _raise_errors(sequences)
-        # In a thread, as the log-probabilities of a long text would block the event loop.
+        # This runs in a thread, because the log-probabilities of a long text would block the event loop.
         encoded = await asyncio.to_thread(lambda: _encoded(reply.whole(sequences)))
         return Response(encoded, media_type="application/json")
 
@@ -126,7 +127,7 @@ class Service:
         grammar: dict[str, Any] = {}
         if read.grammar is not None:
             grammar = {"grammar": EBNF(read.grammar)}
-            # Here rather than in the thread that decodes, which then finds it compiled.
+            # The grammar is compiled in this thread, so that the thread that decodes need not wait for it.
             self.engine.compile(grammar["grammar"])
         shown = self._shown_tokens(read.parsing.markers)
         sequences: list[ServedText] = []

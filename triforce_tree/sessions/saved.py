@@ -192,7 +192,7 @@ def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
     }
     for name, remedy in remedies.items():
         theirs = found.get(name) if isinstance(found, dict) else None
-        # Without a tokenizer only token ids go in and out.
+        # A session without a tokenizer has only token ids, so the tokenizer may differ.
         if theirs != own[name] and not (name == "tokenizer" and None in (theirs, own[name])):
             raise ValueError(
                 f"the session in {folder} was saved with {name}={theirs!r}, this engine has {own[name]!r}; "

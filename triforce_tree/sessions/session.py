@@ -297,7 +297,7 @@ def _equal(earlier: Any, question: Inputs | None) -> bool:
 def _check_continued(message: Message) -> None:
     """Raises ValueError if the last message is the assistant's and has no text that could be continued."""
     content = message.get("content")
-    # The model goes on with the last part of several.
+    # If the content has several parts, the model continues the last one.
     text = content[-1].get("text") if content and not isinstance(content, str) else content
     if message["role"] == "assistant" and not isinstance(text, str):
         raise ValueError(

@@ -85,7 +85,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
         tokenizer, PreTrainedTokenizerFast
     ):
         return False
-    # Subclasses may override the decoding.
+    # A subclass may override the decoding.
     return kind._decode is PreTrainedTokenizerFast._decode and isinstance(
         tokenizer.backend_tokenizer.decoder, decoders.ByteLevel
     )

@@ -13,7 +13,7 @@ from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, words_of
 
-# It stands for any token, and for none.
+# This id stands for any token, and for the absence of a token.
 _ANY = -2
 
 

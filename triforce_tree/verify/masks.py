@@ -138,7 +138,7 @@ class StageMasks:
 
     def __init__(self, masks: GrammarMasks, nodes: int) -> None:
         self._masks, size = masks, masks.batch * nodes * masks.words
-        # Those of the nodes that were read last, without gaps, so that they are copied at once.
+        # The words of the nodes that were read last, without gaps, so that one copy suffices.
         self._words = torch.full((size,), -1, dtype=torch.int32, device=masks.device)
         self._on_gpu = masks.device.type == "cuda"
         self._staged = torch.empty(size, dtype=torch.int32, pin_memory=True) if self._on_gpu else self._words

@@ -171,7 +171,7 @@ def _truncation(name: str) -> _Reader:
     return read
 
 
-# By the place in the order of transformers.
+# The order is that in which transformers applies them.
 _READERS: dict[type, _Reader] = {
     hf.SequenceBiasLogitsProcessor: _biases,
     hf.RepetitionPenaltyLogitsProcessor: _repetition,

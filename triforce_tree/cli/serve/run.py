@@ -18,7 +18,7 @@ KEY = "TRIFORCE_TREE_API_KEY"
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here: the extra may be missing.
+    # This is imported here, because the extra "server" may not be installed.
     import uvicorn
 
     from triforce_tree.server.app import Served, create_app
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
-    # Bound before anything was loaded, see ``cli.early``.
+    # The socket was bound before anything was loaded (``cli.early``).
     listening = args.listening
     port = listening.getsockname()[1]
     try:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             engine = options.engine_of(args)
         except BaseException as problem:
-            # Known before the server ends, as the command then asks for it.
+            # The problem is set before the server ends, because the command then asks for it.
             loaded.set_exception(problem)
             server.should_exit = True
             return
@@ -95,7 +95,7 @@ class _Requests(logging.Filter):
 def _log_config(level: str) -> dict[str, Any]:
     """Returns a configuration of Python's logging that writes lines with times to stderr."""
     line = {"format": "%(asctime)s %(levelname)s %(message)s"}
-    # What uvicorn says at its start and end is for those who look for its faults.
+    # uvicorn logs its start and end at level info, which is of use only for finding faults of uvicorn.
     own = "WARNING" if level == "info" else level.upper()
     return {
         "version": 1,

@@ -34,7 +34,8 @@ _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
 # each stage may use one. Each stage is run at least once at two context lengths, in the time of so many
 # passes of the target alone; on a CPU a first run is slow, as the processor's caches lack what it reads.
 _ALLOWED, _STAGES, _LEAST_PASSES = 0.02, 24, {"cpu": 26, "cuda": 8}
-# In the time of such a pass: tokens that are decoded with drafts at best, and tokens of a prefill.
+# The most tokens that are decoded with drafts in the time of such a pass, and the tokens that are prefilled
+# in it.
 _DECODED, _PREFILLED = {"cpu": 4, "cuda": 1}, {"cpu": 30, "cuda": 100}
 # Runs of a sample. On a GPU the host runs ahead of the device, as it does while decoding.
 _RUNS = {"cpu": 1, "cuda": 3}

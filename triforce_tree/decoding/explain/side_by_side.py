@@ -108,7 +108,7 @@ class SideBySide:
         """
         text, end = list(prompt), len(prompt) + new_tokens
         while len(text) < end and not self._stop():
-            # What the one that runs last leaves in the cache is continued, and must be the text's.
+            # The text is continued in the cache, so the run whose tokens the text gets must be the last one.
             if self._greedy:
                 tokens, origins, seconds = self._by_levels(text, least, end - len(text))
                 alone, alone_seconds = self._run(self._alone, text, len(tokens), len(tokens))
@@ -130,7 +130,7 @@ class SideBySide:
 
         def note(stage: str) -> None:
             origins(stage)
-            # Of the first piece alone, which is not timed: it costs more than the names of levels.
+            # Counting costs more than naming levels, so only the first piece, which is not timed, is counted.
             if first:
                 before = seen.tree
                 seen(stage)

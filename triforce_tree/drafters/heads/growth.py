@@ -113,7 +113,7 @@ class GrowingDrafter(Drafter):
             others = further if others is None else others
         shapes = (tree, *other_shapes(others or ()))
         if shapes == self.shapes:
-            # The buffers of an attached drafter stay.
+            # The shapes do not change, so the buffers of an attached drafter stay.
             return
         self.tree, self.shapes = tree, shapes
         self._growths = [TreeGrowth(shape) for shape in self.shapes]

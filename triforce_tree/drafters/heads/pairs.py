@@ -162,7 +162,7 @@ class PairDrafter(RingDrafter):
         self._keys = zeros(network.kv_heads, slots, network.key_size)
         self._values = zeros(network.kv_heads, slots, network.value_size)
         self._hidden = zeros(self._nodes, network.size)
-        # Keys as the layers return them.
+        # The keys as the layers return them, before any rotation.
         self._raw_keys = self._keys
         if not network.rotates:
             self._angles = network.angles(self._positions, device)

@@ -97,7 +97,7 @@ class RingDrafter(GrowingDrafter):
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         self._known[b] = len(sequences[b])
-        # End 0 stores nothing for the other sequences.
+        # An end of 0 means that nothing is stored for a sequence.
         self._fill([known - 1 if i == b else 0 for i, known in enumerate(self._known)], self.window)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from triforce_tree.kernels.operators import operator
 
 _BASE, SPREAD = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
-# The bits of the hash from this one on are the number of the entry; 24 bits remain.
+# The 24 bits of the hash above this number of bits are the number of its entry in the table.
 HASH_BITS, MOST_ENTRIES = 40, 1 << 24
 KEPT = 0.9
 """Factor on earlier counts of a class of matches when new counts are added."""

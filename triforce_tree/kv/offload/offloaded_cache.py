@@ -216,7 +216,8 @@ class OffloadedCache:
         What the forwards write goes to the window's end. The host store shows what is resident and one piece
         more, so that every kernel of a pass runs and little is streamed.
         """
-        # In use, the window's slots are some positions', and those before it are copied chunks.
+        # If the cache is in use, the slots of the window hold positions, and the slots before it hold copied
+        # chunks.
         self.store.initialise([None if count else 0 for count in held])
         self.host.initialise(held)
         base, host = self.base.clone(), self.host.base

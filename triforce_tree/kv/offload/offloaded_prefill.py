@@ -30,7 +30,7 @@ def prefill_offloaded(
         run: the states of recurrent layers, if there are any, hold the first ``starts`` tokens.
     """
     host = cache.host
-    # Before the first of these positions chunk means are known, and stay.
+    # The chunk means before the smaller of the two positions are known and stay valid.
     with_means = [min(pair) for pair in zip(host.base, starts, strict=True)]
     host.ring.invalidate()
     for b, start in enumerate(starts):

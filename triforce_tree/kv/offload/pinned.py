@@ -61,7 +61,7 @@ class HostMemory:
         self.bytes = 0
         self._blocks: list[tuple[mmap.mmap, int]] = []
         self._finalizer = weakref.finalize(self, _release, self._blocks)
-        # At exit the system frees the memory anyway, and faster.
+        # At exit the system frees the memory in any case, and does so faster.
         self._finalizer.atexit = False
 
     def check(self, size: int) -> None:

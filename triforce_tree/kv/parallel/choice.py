@@ -22,7 +22,7 @@ from triforce_tree.models.supported import max_positions
 from triforce_tree.models.tensor_parallel import layers_to_shard, neurons_divide, of_attention, shards_of
 
 _LOG = logging.getLogger(__name__)
-# Of models that name no length.
+# The length that is assumed for models that name none.
 _POSITIONS = 1 << 15
 
 

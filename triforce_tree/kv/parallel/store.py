@@ -78,7 +78,7 @@ class SequenceSplit:
         """
         moves = index.shape[1]
         own = self.keeps(start[:, None] + torch.arange(moves, device=index.device))
-        # What other ranks keep goes to a column that is cut off.
+        # Entries that other ranks keep go to an additional column, which is cut off.
         place = torch.where(own, own.cumsum(1) - 1, moves)
         compact = index.new_full((index.shape[0], moves + 1), -1)
         return compact.scatter_(1, place, index)[:, :moves]

@@ -54,7 +54,7 @@ class PooledBackend(KVBackend):
         self.share(size)
 
     def _alike(self, spec: CacheSpec, size: PoolSize, page: int) -> bool:
-        """Returns whether a backend for other sequences can have the same pages."""
+        """Returns whether this backend's pages can serve other sequences with a pool of this size."""
         own, store = self.spec, self.store
         return (
             own.target is spec.target
@@ -112,7 +112,7 @@ class PooledBackend(KVBackend):
     def _find(self, b: int, prompt: Sequence[int], features: Features | None) -> None:
         """Notes which tokens of a prompt are in its chunks; those of its own slots are not known."""
         held, tail = self.pool.held(b), self.pool.tail(prompt)
-        # After a tail the chunks of this prompt alone would begin elsewhere.
+        # Chunks after a tail begin at other positions than those of a prefill of this prompt alone.
         self.cached.copied(b, prompt, held, min(held, tail or held))
         self.cached.ends[b] = [held]
         if features is None:

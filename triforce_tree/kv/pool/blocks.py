@@ -155,7 +155,7 @@ class PrefixPool:
             self._drop_unwritten()
 
     def _drop_unwritten(self) -> None:
-        # Of a text the end first: what comes after an unwritten chunk is unwritten.
+        # The end of a text is dropped first, because all chunks after an unwritten one are unwritten.
         for block in reversed(list(self.blocks())):
             if not block.written and not block.users and not block.children:
                 self._drop(block)
@@ -224,7 +224,7 @@ class PrefixPool:
             last.children[chunk] = block
             path.append(block)
             last = block
-        # From the end, so that texts can go on where they are.
+        # Own pages are taken from the end, so that a shared text can be extended in the pages that follow it.
         self._own[sequence] = self._pages.take(own // self.page, last=True)
         for block in path:
             block.used = self._clock

@@ -12,9 +12,9 @@ from triforce_tree.kv.pool.blocks import own_slots, stops, tail_of
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.models.hf_model import HFModel
 
-# Of prompts that are all known: fewest tokens of a common prefix, and fewest KV slots that sharing spares.
-# Attention to a prefix is a part of its own, whose results are merged: on a CPU passes of two sequences are
-# slower below 2,048 tokens, of eight below 400.
+# If all prompts are known, prefixes are shared only if they have at least this many tokens, and save at least
+# this many KV slots. Attention to a shared prefix is computed separately and merged, so on a CPU passes of
+# two sequences are slower below 2,048 tokens, of eight below 400.
 LEAST, LEAST_SPARED = 64, 2048
 MOST_PAGE = 128
 """A whole number of any attention kernel's tiles."""
@@ -120,7 +120,7 @@ def common_tails(prompts: Sequence[Sequence[int]], unit: int, page: int) -> tupl
     It returns None if no two of them share ``LEAST`` tokens.
     """
     ordered = sorted(map(list, prompts))
-    # Of all pairs, neighbours have most in common.
+    # Neighbours in this order have more in common than other pairs.
     common = [min(common_prefix(a, b), len(a) - 1, len(b) - 1) // page * page for a, b in pairwise(ordered)]
     if max(common, default=0) < LEAST:
         return None

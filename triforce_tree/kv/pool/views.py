@@ -112,6 +112,6 @@ class PooledRetrievalView(PagedRetrievalView):
         store.update()
         for group, retrieved in zip(store.groups, self.retrieved, strict=True):
             assert retrieved is not None
-            # As if each sequence had all slots; the table says which it has.
+            # The tensors are passed as if each sequence had all slots; the table says which slots it has.
             scale = None if group.scales is None else group.scales[0]
             step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk, scale, store.chunks)

@@ -31,7 +31,7 @@ class ExactLinear(FewRowLinear):
         from triforce_tree.kernels.linear.launch import pinned_linear
 
         if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
-            # As it is: layers of the same input are fused into one launch.
+            # The input is passed unchanged, so that layers of the same input are fused into one launch.
             return pinned_linear(x, self.weight, self.bias, self.counters)
         rows = x.reshape(-1, x.shape[-1]).split(MOST_PLAIN_ROWS)
         parts = [pinned_linear(part, self.weight, self.bias, self.counters) for part in rows]

@@ -106,7 +106,7 @@ def _combined(
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     weighted = out.view(*ids.shape, -1) * weights[..., None]
-    # In this order, as transformers adds them: independent of other tokens.
+    # The outputs are added in the order of transformers, which does not depend on other tokens.
     return weighted.sum(1).to(hidden.dtype)
 
 

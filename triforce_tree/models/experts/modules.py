@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Attributes that transformers' `use_experts_implementation` sets on each of them.
+# Attributes that transformers' `use_experts_implementation` sets on each module of experts.
 _INTERFACE = ("has_gate", "has_bias", "is_transposed")
 _DOWN = "down_proj"
 

@@ -138,7 +138,8 @@ def few_row_weight(layer: nn.Linear) -> FewRowMatrix:
     return FewRowWeight(layer, narrow=False) if weight is None else weight
 
 
-# By weight: the copy, None where 16 bits do not hold its values, and the state that it was made from.
+# Maps a weight to its copy (None if 16 bits cannot represent its values) and to the state that the copy was
+# made from.
 _narrowed = WeakTensorKeyDictionary()
 
 

@@ -206,7 +206,7 @@ def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def _linear(outs: int, ins: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    # On no device, as initial weights would be drawn from the user's generator.
+    # The layer is made on the meta device, because initial weights would be drawn from the user's generator.
     made = nn.Linear(ins, outs, bias=False, device="meta")
     made.weight = nn.Parameter(_random(outs, ins, dtype=dtype, seed=seed) / 4, requires_grad=False)
     return made
@@ -215,7 +215,7 @@ def _linear(outs: int, ins: int, dtype: torch.dtype, seed: int) -> nn.Linear:
 def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
     gate, up = (module.gate_proj(x), module.up_proj(x)) if separate else module.gate_up_proj(x).chunk(2, -1)
     inner = gate_by(gate, up)
-    # Before the product needs memory of its own.
+    # This frees their memory before the next product is allocated.
     del gate, up
     out: Tensor = module.down_proj(inner)
     return out
@@ -243,7 +243,7 @@ def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionTyp
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
         return None
     own: Any = forward.__globals__.get(ROTARY)
-    # By the dtype of cos and sin: as q, or wider.
+    # The keys are the dtypes that cos and sin may have: that of q, or a wider one.
     fits = {kind: _rotates(own, dtype, kind, _HEAD) for kind in {dtype, torch.float32}}
     partly = {kind: _rotates(own, dtype, kind, _HEAD // 2) for kind in fits}
     if not any(fits.values()):

@@ -16,7 +16,7 @@ from torch import nn
 from triforce_tree.models.recurrent.scans import SCANS, convolution_tokens
 
 _CONVOLUTION = "causal_conv1d_fn"
-# By these transformers' layers store states, lightning attention's by the last one.
+# The methods by which transformers' layers store states; lightning attention uses the last one.
 _STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 

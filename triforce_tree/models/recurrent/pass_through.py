@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from triforce_tree.models.running_forward import convolve, indexed_pass, running
 
-# What forwards call their KV cache, as an argument and in what they return: transformers 5.24 renamed it.
+# The name of the KV cache among the arguments and outputs of a forward, which transformers 5.24 changed.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 

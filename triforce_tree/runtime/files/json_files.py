@@ -1,4 +1,4 @@
-"""Reads JSON files of unknown origin within limits of size and nesting; tables in JSON files."""
+"""Reads JSON files of unknown origin within limits of size and nesting, and keeps tables in JSON files."""
 
 import hashlib
 import json

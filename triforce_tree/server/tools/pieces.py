@@ -10,9 +10,9 @@ from triforce_tree.server.tools.calls import Schema, is_text, typed
 
 # Blanks between the parts of a call, up to a number that keeps the patterns short.
 BLANKS = r"\s{0,64}"
-# An object is certain to begin.
+# Matches where an object certainly begins.
 OBJECT = rf"(?=\{{{BLANKS}[\"}}])"
-# The head of a call in JSON whose name comes first, up to its arguments.
+# Matches the head of a call in JSON, up to its arguments, if the name comes first.
 JSON_HEAD = (
     rf'\{{{BLANKS}"name"{BLANKS}:{BLANKS}"([^"\\<>\[\]\x00-\x1f]{{1,256}})"{BLANKS},{BLANKS}'
     rf'"(?:arguments|parameters)"{BLANKS}:{BLANKS}{OBJECT}'
@@ -213,7 +213,7 @@ class ElementArguments:
         return stop - (form.blank_lines and stop > at and text[stop - 1] == "\n")
 
 
-# More characters than the beginning of an element has up to its text.
+# The beginning of an element has fewer characters than this up to its text.
 _MOST_KEY = 512
 
 

@@ -121,7 +121,7 @@ class StreamedExperts:
         }
         self._per_token = experts_per_token(model.config.get_text_config(decoder=True))
         self._host: list[list[Tensor]] = []
-        # Of each module; those without slots of their own share them.
+        # The slots of each module. Modules of one kind that have no slots of their own share the same ones.
         self._slots: list[_Slots] = []
         self._resident = self._copied_before = 0
 
@@ -233,7 +233,7 @@ class StreamedExperts:
             for slot, host in zip(slots.weights, self._host[number], strict=True):
                 exchange.fetch_experts(_words(slot), _words(host), slots.moves, slots.count)
         except BaseException:
-            # What was listed may not have been copied.
+            # The copies that were listed may be incomplete.
             slots.held.fill_(-1)
             raise
 
