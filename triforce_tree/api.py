@@ -24,6 +24,7 @@ from triforce_tree.loading.checkpoints import (
     PAIR,
     load_model,
     load_target,
+    settings_of,
     tokenizer_of,
     unwrapped,
     with_text_ranks,
@@ -141,24 +142,30 @@ def load(
         # A given model is not moved, so the draft goes to its device.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
-    config = with_text_ranks(config, target, dtype)
-    grid = distributed.arrange(config.text_ranks)
-    own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
-    if group is not None:
-        device = group.device
-    if isinstance(draft, str | Path):
-        # Unusable arguments are refused before the target's weights are read.
-        ModelFiles.find(draft, device_of(device), dtype)
-    loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
-    small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
+    with distributed.together():
+        alike = config, dtype, str(drafter), draft is None, config.streams or packed
+        distributed.check_equal({"options of load": alike})
+        config = with_text_ranks(config, target, dtype)
+        grid = distributed.arrange(config.text_ranks)
+        own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
+        if group is not None:
+            device = group.device
+        if isinstance(draft, str | Path):
+            # Unusable arguments are refused before the target's weights are read.
+            ModelFiles.find(draft, device_of(device), dtype)
+        loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
+        small = None
+        if draft is not None:
+            small = on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
+        distributed.check_equal({"drafts": None if small is None else settings_of(small.config)})
 
-    def engine(layers: Drafter | None = None) -> Engine:
-        return Engine(loaded, own or layers or small, tokenizer, config, given, streamed, own_tokenizer)
+        def engine(layers: Drafter | None = None) -> Engine:
+            return Engine(loaded, own or layers or small, tokenizer, config, given, streamed, own_tokenizer)
 
-    drafts = drafter is not None or draft is not None or config.levels == 1
-    if drafter == "mtp" or not (packed or streamed or group or drafts):
-        return _with_mtp(loaded, given, drafter == "mtp", engine)
-    return engine()
+        drafts = drafter is not None or draft is not None or config.levels == 1
+        if drafter == "mtp" or not (packed or streamed or group or drafts):
+            return _with_mtp(loaded, given, drafter == "mtp", engine)
+        return engine()
 
 
 def _with_mtp(

@@ -399,14 +399,11 @@ class Engine:
 
         A single sequence is always decoded.
         """
-        hierarchy, prompts, new_tokens = self._hierarchy, request.prompts, request.new_tokens
+        hierarchy = self._hierarchy
         with hierarchy.generation():
+            distributed.check_equal({"settings": self._config, **request.alike()})
             for sequence in request.sequences:
                 hierarchy.target.check_length(len(sequence.prompt), sequence.ending.max_new_tokens)
-            greedy = [part.to_probs.greedy for part in request.separate]
-            seeds = [sequence.seed for sequence in request.sequences]
-            alike = prompts, new_tokens, greedy, request.how.seed is None, seeds, self._config
-            distributed.check_equal("prompts or settings", alike)
             vocabulary = hierarchy.target.vocab_size
             reasons = (why_in_step(part, vocabulary) for part in request.separate)
             why = next((reason for reason in reasons if reason is not None), None)

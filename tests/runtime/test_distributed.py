@@ -114,16 +114,9 @@ class TestTwoRanks:
         assert first == second
         assert first["stopped"] == 5
         assert first["plan"]["cpu_gbps"] > 0
-        assert first["different prompts"].startswith("prompts or settings of rank 1 differ from rank 0's")
+        assert first["different prompts"].startswith("prompts of rank 1 differ from rank 0's")
         assert len(set(first["no seed"])) > 5
         assert [first["room"], first["room on rank 0"]] == [[8, expected()], [16, expected()]]
-
-    def test_a_fault_on_one_rank_ends_both(self, tmp_path: Path) -> None:
-        # A deadlock would last ten minutes; the test fails earlier.
-        ranks = start("fault", tmp_path)
-        assert all(rank.code for rank in ranks)
-        assert "this rank is broken" in ranks[1].err
-        assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
     def test_torchrun_prints_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +278,9 @@ def test_other_commands_refuse_several_processes(
 def test_out_of_memory_on_one_rank_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = parallel_ranks.engine(offload=True)._hierarchy
     monkeypatch.setattr(distributed, "current", lambda: Group(1, 2, CPU))
-    with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several ranks"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"memory ran out on rank 1 of 2 \(.* GiB are free\), and several ranks"
+    ):
         hierarchy.shrink()
 
 

@@ -77,6 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         from triforce_tree.cli import console
         from triforce_tree.kernels.device import KernelError
         from triforce_tree.runtime import distributed
+        from triforce_tree.runtime.rank_watch import LostRankError
 
     # Progress bars and notices of these libraries would mix with our own.
     transformers_logging.set_verbosity_error()
@@ -96,8 +97,8 @@ def _run(args: argparse.Namespace) -> int:
             raise
         return _failed(_message(error), 1)
     except (RuntimeError, MemoryError) as error:
-        if distributed.lost_rank(error) and not args.traceback:
-            return _failed("another process has ended; its own message, if it left one, says why", 1)
+        if isinstance(error, LostRankError) and not args.traceback:
+            return 1 if error.said else _failed(_message(error), 1)
         # The CPU's allocator has no error of its own.
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if args.traceback or not short:

@@ -27,8 +27,8 @@ _NOTABLE_SECONDS = 0.1
 
 def run(args: argparse.Namespace) -> int:
     several, given = args.num_beams > 1 or args.num_return_sequences > 1, args.given_prompt
-    seed = options.seed_of(args)
     engine = options.engine_of(args, given, args.max_new_tokens)
+    seed = options.seed_of(args)
     assert engine.tokenizer is not None
     prompt = encoded(engine.tokenizer, given, engine.target.max_positions)
     sampling = options.sampling_of(args, engine)

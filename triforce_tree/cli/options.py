@@ -103,7 +103,11 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
 
 def seed_of(args: argparse.Namespace) -> int:
-    return secrets.randbits(31) if args.seed is None else args.seed
+    """Returns the seed that was given, else a random one, which all ranks get from rank 0."""
+    if args.seed is not None:
+        return int(args.seed)
+    with distributed.together():
+        return distributed.broadcast_object(secrets.randbits(31))
 
 
 def pair_names(args: argparse.Namespace) -> dict[str, str]:

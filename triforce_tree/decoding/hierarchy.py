@@ -28,9 +28,10 @@ from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.settings import check_settings, within_limits
 from triforce_tree.planning import memory_map, memory_plan
+from triforce_tree.planning.batch_size import check_every_rank, free_bytes
 from triforce_tree.planning.device_defaults import ModelFacts, resolve
 from triforce_tree.planning.machine import host_rate, measured
-from triforce_tree.planning.memory_layout import Workload
+from triforce_tree.planning.memory_layout import Workload, gib
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
@@ -127,6 +128,7 @@ class Hierarchy:
         """
         with ExitStack() as stack:
             stack.enter_context(generation(*(each.model for each in self._models)))
+            stack.enter_context(distributed.together())
             self._refresh()
             for each in self._models:
                 stack.enter_context(each.active())
@@ -373,9 +375,11 @@ class Hierarchy:
             torch.OutOfMemoryError: one of several ranks ran out of memory; the others cannot notice this.
         """
         if (group := distributed.current()) is not None:
+            free = free_bytes(group.device)
             raise torch.OutOfMemoryError(
-                f"memory ran out on rank {group.rank} of {group.size}, and several ranks cannot reduce their "
-                "plan while they decode; set a smaller gpu_memory, or shorten the prompt"
+                f"memory ran out on rank {group.rank} of {group.size} ({gib(free)} are free), and several "
+                "ranks cannot reduce their plan while they decode; free memory there, shorten the prompt, or "
+                "start more ranks"
             )
         smaller = self.memory.smaller() if self.memory is not None else None
         without_copy = self.config.retrieval_weight_bits == "auto" and self.level_one.give_up()
@@ -534,6 +538,8 @@ class Hierarchy:
             if streamed is not None:
                 streamed.keep_experts(self.memory.resident_experts)
         config, batch = self.config, len(prompts)
+        if split is None and pool is None:
+            check_every_rank(self.target, self.draft, config, batch, longest)
         if few_bits:
             workload = Workload(1, len(prompts[0]), longest - len(prompts[0]))
             config = self.level_one.with_bits(config, workload, self.draft, self.own_drafter, kept)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -160,17 +161,19 @@ def with_text_ranks(
 
     Raises:
         OSError: as in :func:`load_target`.
-        ValueError: as in :func:`load_target`, or the ranks can split neither heads nor texts.
+        ValueError: as in :func:`load_target`, or the ranks have different models, or they can split neither
+            heads nor texts.
     """
+    if (group := distributed.current()) is None:
+        return replace(config, context_parallel=1) if config.context_parallel == "auto" else config
+    known = source if isinstance(source, PreTrainedModel) else ModelFiles.find(source, group.device, dtype)
+    distributed.check_equal({"targets": settings_of(known.config)})
     if config.context_parallel != "auto":
         return config
-    if (group := distributed.current()) is None:
-        return replace(config, context_parallel=1)
-    if isinstance(source, PreTrainedModel):
-        model, method = source, quantisation(source)
+    if isinstance(known, PreTrainedModel):
+        model, method = known, quantisation(known)
     else:
-        files = ModelFiles.find(source, group.device, dtype)
-        model, method = files.skeleton(), files.quantised
+        model, method = known.skeleton(), known.quantised
 
     def ranks() -> Ranks:
         read = distributed.all_reduce_min([read_bandwidth(group.device)])[0]
@@ -179,6 +182,11 @@ def with_text_ranks(
 
     count = chosen(model, config, group.size, ranks, method)
     return replace(config, context_parallel=distributed.broadcast_object(count))
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the settings of a model without the folder and the version that wrote them."""
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
 
 
 def experts_alone(model: PreTrainedModel, free: int | None) -> bool:

@@ -320,6 +320,7 @@ class HFModel:
 
     def _probe(self) -> None:
         recorder, problem, known = Recorder(), None, bool(self.calls)
+        cause: Exception | None = None
         try:
             with self.active(own=True):
                 recorder.watch(self.running)
@@ -329,7 +330,7 @@ class HFModel:
         except Exception as error:  # third-party code: any failure means unsupported
             if known:
                 raise
-            problem = f"{type(error).__name__}: {error}"
+            problem, cause = f"{type(error).__name__}: {error}", error
         self.states, self.layer_outputs = recorder.states.shapes, recorder.outputs
         attending = len(recorder.calls)
         if problem is None and self.states is not None and not attending:
@@ -342,7 +343,7 @@ class HFModel:
             raise UnsupportedModelError(
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
-            )
+            ) from cause
         self.calls = {
             layer: LayerCall(self._attended[layer], *call) for layer, call in sorted(recorder.calls.items())
         }

@@ -7,8 +7,9 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.pinned import available, total
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
-from triforce_tree.planning.memory_layout import Workload, on_device
+from triforce_tree.planning.memory_layout import Workload, gib, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
+from triforce_tree.planning.memory_plan import DoesNotFitError
 from triforce_tree.runtime import distributed
 
 # Allocated when the models were loaded.
@@ -52,6 +53,28 @@ def fitting_batch(
     # Each further sequence takes the same memory.
     fits = 1 + max(0, free - first) // max(1, second - first)
     return int(distributed.all_reduce_min([min(wanted, fits)])[0])
+
+
+def check_every_rank(
+    target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int, tokens: int
+) -> None:
+    """Checks that all ranks have room for the keys and values of ``batch`` sequences on their devices, before
+    any of them allocates memory.
+
+    Raises:
+        DoesNotFitError: a rank has too little. It is raised on every rank.
+    """
+    if distributed.current() is None:
+        return
+    sizes = Sizes.of(target, draft, config, None)
+    needed = batch * -(-tokens // config.text_ranks) * sizes.row * sizes.full_layers
+    free = distributed.all_gather_object(free_bytes(target.device))
+    if needed > min(free):
+        raise DoesNotFitError(
+            f"keys and values of {batch * tokens:,} tokens need {gib(needed)} on every rank, and rank "
+            f"{free.index(min(free))} has {gib(min(free))} free; free memory there, shorten the prompt, or "
+            "start more ranks"
+        )
 
 
 def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:

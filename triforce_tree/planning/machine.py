@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -73,13 +74,24 @@ def measured(
 
 
 def _least(machine: Machine) -> Machine:
-    """Returns the minimum over all ranks, so that all make the same plan."""
-    sizes = (machine.device, machine.host, -machine.others, machine.most_device, machine.most_host)
-    bus, read, *least_sizes = distributed.all_reduce_min((machine.bus, machine.read, *sizes))
-    device, host, others, most_device, most_host = map(int, least_sizes)
-    return replace(
-        machine, device=device, host=host, bus=bus, read=read, others=-others,
-        most_device=most_device, most_host=most_host,
+    """Returns the minimum over all ranks, so that all make the same plan; limits name the rank that has
+    least.
+    """
+    all_ranks = distributed.all_gather_object(machine)
+
+    def least(name: str) -> Any:
+        return min(getattr(each, name) for each in all_ranks)
+
+    def limit(size: str, name: str) -> str:
+        sizes = [getattr(each, size) for each in all_ranks]
+        rank = sizes.index(min(sizes))
+        said: str = getattr(all_ranks[rank], name)
+        return said if min(sizes) == max(sizes) else f"{said} of rank {rank}"
+
+    return Machine(
+        **{name: least(name) for name in ("device", "host", "bus", "read", "most_device", "most_host")},
+        others=max(each.others for each in all_ranks), ranks=machine.ranks,
+        limit=limit("device", "limit"), host_limit=limit("host", "host_limit"),
     )  # fmt: skip
 
 

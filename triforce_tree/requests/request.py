@@ -351,6 +351,21 @@ class Request:
         """Returns the requests that were prepared by themselves, of which this one consists."""
         return self.parts or [self]
 
+    def alike(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks that decode this request together, by plural names."""
+        options = [
+            (
+                part.config.to_dict(),
+                *([type(each) for each in some] for some in (part.processors, part.criteria)),
+            )
+            for part in self.separate
+        ]
+        grammars, how = [sequence.matcher is None for sequence in self.sequences], self.how
+        return {
+            "prompts": self.prompts, "seeds": (how.seed, how.seeds),
+            "generation options": (options, grammars, how.max_batch, how.logprobs, how.speculation),
+        }  # fmt: skip
+
     @classmethod
     def of_parts(
         cls,

@@ -10,7 +10,8 @@ import gc
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from triforce_tree.runtime.peer_memory import PeerMemory, map_memory
+from triforce_tree.runtime.rank_watch import LostRankError, RankWatch
 
-# Loading may take one process minutes longer than another. A process that dies is detected by torchrun.
+# Loading may take one process minutes longer than another. ``RankWatch`` notices a process that ends. One
+# that never answers is noticed after this time, by gloo and by torch's watchdog for NCCL.
 _TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
 # The function is renamed in torch 2.13, which deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# Messages of gloo about a connection to a process that has ended.
-_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo.*(?:peer|Timed out)", re.DOTALL)
+# Addresses in the representations of functions, which differ from process to process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class _Joined:
     """A gloo group of all ranks for host data, whose communication does not wait for the devices."""
     initialised: bool
     """Whether torch.distributed was initialised here, and not by the calling program."""
+    watch: RankWatch
     grids: dict[int, Grid] = field(default_factory=dict)
     """The grids by the size C of their context groups."""
 
@@ -151,8 +155,39 @@ def join(device: str | torch.device | None = None) -> Group | None:
     hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = map_memory(None, range(size), own)
-    _joined = _Joined(Group(rank, size, own, peers=peers), hosts, initialise)
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=hosts)
+        return values[0]
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) == size
+    watch = RankWatch(rank, size, broadcast, local)
+    _joined = _Joined(Group(rank, size, own, peers=peers), hosts, initialise, watch)
     return _joined.group
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Is a context for a call that all ranks make, which ends if one of them fails; see :class:`RankWatch`.
+
+    Raises:
+        LostRankError: another rank has failed, or did not answer in time.
+    """
+    if _joined is None:
+        yield
+        return
+    with _joined.watch.call():
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, LostRankError) or "Timed out" not in str(error):
+                raise
+            raise LostRankError(
+                f"another rank has not answered for {_TIMEOUT}, although its process lives; see what it does "
+                "(py-spy dump --pid)",
+                said=False,
+            ) from error
 
 
 def arrange(context: int) -> Grid | None:
@@ -223,18 +258,12 @@ def shares(context: int) -> dict[str, int] | None:
     return {"heads": size // context, "positions": context} if size else None
 
 
-def lost_rank(error: BaseException) -> bool:
-    """Returns whether a collective failed because another process has ended."""
-    if _joined is None or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
-
-
 def leave() -> None:
     """Leaves the group at the end of a program. Every process must call it when no communication runs."""
     global _joined
     if _joined is None:
         return
+    _joined.watch.leave()
     initialised, _joined = _joined.initialised, None
     # Captured graphs refer to communicators, which can be destroyed only when the graphs are freed.
     gc.collect()
@@ -326,23 +355,27 @@ def agreed(values: Sequence[int]) -> list[int]:
     return [value if len(set(of_all)) == 1 else 0 for value, *of_all in zip(values, *gathered, strict=True)]
 
 
-def check_equal(what: str, value: object) -> None:
-    """Checks that ``value`` is equal on all processes. Different values would make them hang later.
+def check_equal(values: Mapping[str, object]) -> None:
+    """Checks that values are equal on all processes. Different values would make them hang later.
 
     Args:
-        what: the plural name of the value for the message.
+        values: by their plural names, for the message.
 
     Raises:
-        ValueError: the values differ. It is raised on every process.
+        ValueError: values differ. It is raised on every process.
     """
     if _joined is None:
         return
-    digests = all_gather_object(hashlib.sha256(repr(value).encode()).hexdigest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
+    texts = {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    first, *others = all_gather_object(digests)
+    for rank, other in enumerate(others, 1):
+        if other == first:
+            continue
+        name = next((n for n in first if n in other and first[n] != other[n]), "calls")
         raise ValueError(
-            f"{what} of rank {different[0]} differ from rank 0's; under torchrun all processes generate the "
-            "same sequences together: give them the same, or start them without torchrun"
+            f"{name} of rank {rank} differ from rank 0's; under torchrun all processes generate the same "
+            "sequences together: give them the same, or start them without torchrun"
         )
 
 

@@ -220,7 +220,7 @@ def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, p
             _continued(program, ids, _WARM_UP, rounds)
         ours, loop = _continued(program, ids, new_tokens, None)
         plain, alone = _continued(program, ids, plain_tokens, 0)
-    distributed.check_equal("tokens", ours)
+    distributed.check_equal({"tokens": ours})
     ms, plain_ms = (1e3 * d.decode_seconds / len(tokens) for d, tokens in ((loop, ours), (alone, plain)))
     return {
         "text": name,

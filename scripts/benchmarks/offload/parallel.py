@@ -40,7 +40,7 @@ class SharedSession(Session):
 
     def ours(self, key: Record, prompt: list[int], source: str) -> Run:
         run = super().ours(key, prompt, source)
-        distributed.check_equal("tokens", run.text)
+        distributed.check_equal({"tokens": run.text})
         self.say(f"all ranks wrote the same {len(run.text)} tokens")
         return run
 

@@ -5,13 +5,11 @@ WORLD_SIZE=3 RANK=0 ... python tests/support/processes/context_ranks.py JOB FOLD
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
 
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
@@ -159,26 +157,6 @@ def open_split() -> dict[str, Any]:
 def load_open(family: str, options: dict[str, Any]) -> Engine:
     target = tiny(family, **(THREE if family == "llama" else {}))
     return load(target, perturbed(target, 0.05), device="cpu", **load_arguments({**SMALL, **options}))
-
-
-def killed() -> dict[str, Any]:
-    """Rank 1 is killed while it generates."""
-
-    class Killed(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if RANK == 1 and input_ids.shape[1] >= len(PROMPT) + 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return torch.full((1,), False)
-
-    made = engine("llama-gqa", context_parallel=SIZE, levels=2)
-    try:
-        return {"tokens": generated(made, stopping_criteria=[Killed()])}
-    except RuntimeError as error:
-        if not distributed.lost_rank(error):
-            raise
-        sys.stdout.write("another process has ended")
-        sys.stdout.flush()
-        os._exit(1)
 
 
 if __name__ == "__main__":
