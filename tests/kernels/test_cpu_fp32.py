@@ -62,6 +62,48 @@ def test_linear_in_8_bits(shape: tuple[int, int, int]) -> None:
     assert (gated - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
+def _random_blocks(name: str, outs: int, ins: int) -> tuple[Tensor, Tensor]:
+    """Returns random packed rows, and their values by the package gguf."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    blocks = fp32_linear.BLOCKS[name]
+    packed = torch.randint(256, (outs, ins // blocks.elements, blocks.bytes), dtype=torch.uint8)
+    for at in (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):
+        scales = torch.randn(outs, ins // blocks.elements, 1).half()
+        packed[..., at : at + 2] = scales.view(torch.uint8)
+    packed = packed.flatten(1)
+    values = gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[name])
+    return packed, torch.from_numpy(values)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 40, 512), (2, 75, 256), (7, 3, 768), (130, 131, 2304)])
+@pytest.mark.parametrize("name", list(fp32_linear.BLOCKS))
+def test_blocks_give_the_bits_of_their_unpacked_values(
+    name: str, shape: tuple[int, int, int], threads: int
+) -> None:
+    rows, outs, ins = shape
+    blocks = fp32_linear.BLOCKS[name]
+    if blocks.elements < 256:  # lengths that no larger block has
+        ins += 32 * 3
+    packed, values = _random_blocks(name, outs, ins)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(fp32_linear.unpacked(packed, blocks), values)
+        x, bias = torch.randn(1, rows, ins), torch.randn(outs)
+        for own in (None, bias):
+            by, plain = fp32_linear.matrix(packed, own, blocks=blocks), fp32_linear.matrix(values, own)
+            out = fp32_linear.linear(x, by)
+            assert torch.equal(out, fp32_linear.linear(x, plain))
+            assert torch.equal(out[:, :1], fp32_linear.linear(x[:, :1], by))
+            assert torch.equal(fp32_linear.gated(x, by, by), fp32_linear.gated(x, plain, plain))
+        error = torch.nn.functional.linear(x.double(), values.double(), bias.double()) - out
+        assert error.abs().max() <= 1e-5 * values.norm(dim=1).max() * x.norm(dim=-1).max()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_weights_are_narrowed_only_where_no_value_changes() -> None:
     weight = torch.randn(80, 70).bfloat16().float()
     found = fp32_linear.narrowed(weight)

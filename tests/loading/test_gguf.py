@@ -16,9 +16,13 @@ from tests.support.models.tiny_pair import SMALL, TinyPair
 from tests.support.processes.messages import says
 from triforce_tree.cli import arguments, options
 from triforce_tree.config import load_arguments
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.kernels.cpu.fp32.linear import BLOCKS
 from triforce_tree.loading import gguf as loading_gguf
+from triforce_tree.loading import gguf_blocks
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 from triforce_tree.loading.gguf_vocabulary import least_tokens
+from triforce_tree.models.host.gguf_linears import GgufEmbedding, GgufLinear
 
 NAME = "tiny.gguf"
 PROMPT = "def read(path):\n    return open(path).read()\n" * 12
@@ -27,12 +31,16 @@ PROMPT = "def read(path):\n    return open(path).read()\n" * 12
 @pytest.fixture(scope="module")
 def path(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a GGUF file of the tiny target and its tokenizer, with large matrices quantised to 8 bits."""
+    return written(pair, "Q8_0", tmp_path_factory.mktemp("gguf") / NAME)
+
+
+def written(pair: TinyPair, name: str, file: Path) -> Path:
+    """Writes the tiny target and its tokenizer, with large matrices in the type of this name."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
-    kind = gguf.GGMLQuantizationType.Q8_0
+    kind = gguf.GGMLQuantizationType[name]
     model = AutoModelForCausalLM.from_pretrained(pair.target)
     config = LlamaConfig.from_pretrained(pair.target)
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    file = tmp_path_factory.mktemp("gguf") / NAME
     made = gguf.GGUFWriter(file, "llama")
     made.add_context_length(config.max_position_embeddings)
     made.add_embedding_length(config.hidden_size)
@@ -93,15 +101,57 @@ def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> Non
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
     for source, more in ((path, {}), (str(path.parent), {"gguf_file": NAME})):
         engine = triforce_tree.load(source, path, levels=3, device="cpu", **load_arguments({**SMALL, **more}))
-        model = engine.target.model
+        weights = unpacked_weights(engine.target.model)
         for name, weight in reference.state_dict().items():
-            assert torch.equal(model.state_dict()[name], weight), name
-        assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+            assert torch.equal(weights[name], weight), name
         ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
         out = engine.generate(PROMPT, max_new_tokens=12, do_sample=False)
         expected = reference.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert len(out.levels) == 3
         assert out.sequences[0, ids.shape[1] :].tolist() == expected.tolist()
+
+
+def unpacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the state of a model in fp32, by the package gguf for weights in blocks."""
+    gguf = pytest.importorskip("gguf")
+    state = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, GgufLinear | GgufEmbedding):
+            name = next(name for name, blocks in BLOCKS.items() if blocks == module.blocks)
+            values = gguf.dequantize(module.weight.numpy(), gguf.GGMLQuantizationType[name])
+            state[f"{path}.weight"] = torch.from_numpy(values)
+    return state
+
+
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("more", [{}, {"exact": True}])
+def test_blocks_decode_as_their_unpacked_weights(
+    pair: TinyPair, kind: str, more: dict[str, object], tmp_path: Path
+) -> None:
+    file = written(pair, kind, tmp_path / NAME)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=NAME, dtype=torch.float32)
+    engine = triforce_tree.load(file, pair.draft, levels=2, device="cpu", **load_arguments({**SMALL, **more}))
+    layers = engine.target.model.model.layers
+    assert isinstance(layers[1].mlp.down_proj, GgufLinear)
+    assert isinstance(engine.target.model.get_output_embeddings(), GgufLinear)
+    assert isinstance(engine.target.model.get_input_embeddings(), GgufEmbedding)
+    weights = unpacked_weights(engine.target.model)
+    assert all(torch.equal(weights[name], weight) for name, weight in reference.state_dict().items())
+    # More tokens than the kernel multiplies in one pass over the weights, and few.
+    ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
+    for count in (ids.shape[1], 5):
+        prompt = ids[:, :count]
+        out = engine.generate(prompt, max_new_tokens=24, do_sample=False).sequences
+        assert out.tolist() == reference.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+
+
+def test_without_a_compiler_weights_are_unpacked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_blocks, "library", lambda: None)
+    model = load_model(path, "cpu")
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
 
 
 @pytest.fixture
@@ -129,10 +179,10 @@ def kept_files(cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-def weights_of(path: Path, **more: object) -> dict[str, torch.Tensor]:
-    return dict(
-        triforce_tree.load(path, levels=1, device="cpu", **load_arguments(more)).target.model.state_dict()
-    )
+def weights_of(path: Path, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
+    """Returns unpacked weights; those of fp32 would stay in blocks."""
+    engine = triforce_tree.load(path, levels=1, device="cpu", **load_arguments({"dtype": dtype}))
+    return dict(engine.target.model.state_dict())
 
 
 def test_it_is_unpacked_once_for_its_contents_and_dtype(

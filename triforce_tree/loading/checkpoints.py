@@ -126,7 +126,9 @@ def load_target(
         if config.streams is not True:
             return model, None
     else:
-        files = ModelFiles.find(source, device, dtype)
+        # Ranks, streams and copies of fewer bits need weights that can be divided or quantised.
+        blocks = grid is None and config.streams is not True and config.retrieval_weight_bits in ("auto", 16)
+        files = ModelFiles.find(source, device, dtype, blocks)
         # Ranks that split a text by position alone each hold all weights.
         whole = grid is None or (files.quantised is not None and grid.tensor.size == 1)
         if whole and _stays(files.bytes, config, device):

@@ -2,10 +2,11 @@
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triforce_tree.loading.model_folder import CONFIG, downloaded
 
@@ -15,6 +16,8 @@ _HEADER = struct.Struct("<4sIQQ")
 # GGUF's value types of fixed size, as format characters of ``struct``.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Tensors begin at multiples of this, unless the metadata give another number.
+_ALIGNMENT = 32
 _MOST_ENTRIES = 1 << 16
 # The errors of reading a header that is cut off, or whose bytes are wrong.
 _DAMAGED = (struct.error, KeyError, ValueError, IndexError)
@@ -101,6 +104,80 @@ def vocabulary_of(path: Path) -> tuple[str, list[str]] | None:
             elif (name, kind) == ("tokenizer.ggml.tokens", _ARRAY) and model is not None:
                 return model, _strings(content, at)
     return None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: its name in the file.
+        shape: its shape as torch has it: rows first.
+        kind: GGUF's number for its type.
+        offset: offset of its first byte in the file.
+        bytes: number of its bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    bytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+def values_of(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Returns numbers and strings of the metadata of a GGUF file, as far as they are there.
+
+    Args:
+        names: names of values, whole or without the architecture before them.
+
+    Raises:
+        FileNotFoundError, ValueError: as in :func:`tensor_count`.
+    """
+    found, entries = dict[str, Any](), _counts(path)[1]
+    with suppress(*_DAMAGED):
+        for name, kind, content, at in _metadata(path, entries):
+            own = name if name in names else name.partition(".")[2]
+            if own in names and kind in _NUMBERS:
+                (found[own],) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
+            elif own in names and kind == _STRING:
+                found[own] = _string(content, at)[0].decode("utf-8", "replace")
+    return found
+
+
+def stored_tensors(path: Path, sizes: Mapping[int, tuple[int, int]]) -> list[StoredTensor]:
+    """Returns the tensors of a GGUF file, none of which is read.
+
+    Args:
+        sizes: elements and bytes of a block, by GGUF's number for the type.
+
+    Raises:
+        FileNotFoundError, ValueError: as in :func:`tensor_count`, or the header is damaged.
+    """
+    count, entries = _counts(path)
+    alignment = values_of(path, ("general.alignment",)).get("general.alignment", _ALIGNMENT)
+    at, found = _HEADER.size, list[StoredTensor]()
+    try:
+        for _, kind, content, value in _metadata(path, entries):
+            at = _after(content, value, kind)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for _ in range(min(count, _MOST_ENTRIES)):
+                name, at = _string(content, at)
+                (dims,) = struct.unpack_from("<I", content, at)
+                *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", content, at + 4)
+                at += 4 + 8 * dims + 12
+                elements, size = sizes[kind]
+                stored = prod(shape) // elements * size
+                found.append(StoredTensor(name.decode(), tuple(reversed(shape)), kind, offset, stored))
+        start = -(-at // alignment) * alignment
+        return [tensor._replace(offset=start + tensor.offset) for tensor in found]
+    except _DAMAGED as error:
+        raise ValueError(
+            f"the header of {str(path)!r} is damaged ({error}); copy or download it again"
+        ) from error
 
 
 def _counts(path: Path) -> tuple[int, int]:

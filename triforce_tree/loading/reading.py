@@ -17,6 +17,7 @@ from triforce_tree.kv.offload.pinned import HostMemoryError, available
 from triforce_tree.loading import gguf_cache
 from triforce_tree.loading.adapters import add_adapter
 from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, parsed_once, unpacked_dtype
+from triforce_tree.loading.gguf_blocks import GgufBlocks
 from triforce_tree.loading.gguf_header import is_gguf, tensor_count
 from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, skeleton
 from triforce_tree.loading.model_folder import (
@@ -53,6 +54,7 @@ class ModelFiles:
         bytes: bytes of the weights after loading; for quantised weights, bytes of the files.
         quantised: the quantisation method of weights that stay quantised; None for plain weights.
         adapter: the folder of an adapter of peft that is added to the model; None without one.
+        blocks: a GGUF file whose weights stay in their blocks; None for other files.
     """
 
     source: str | Path
@@ -63,15 +65,21 @@ class ModelFiles:
     _checkpoint: Checkpoint | None
     _arguments: dict[str, Any]
     adapter: Path | None = None
+    blocks: GgufBlocks | None = None
 
     @classmethod
     def find(
-        cls, source: str | Path, device: torch.device, dtype: torch.dtype | str | None = None
+        cls,
+        source: str | Path,
+        device: torch.device,
+        dtype: torch.dtype | str | None = None,
+        blocks: bool = True,
     ) -> "ModelFiles":
         """Finds and checks the files of a folder, a hub id or a GGUF file.
 
         Args:
             device: the device that the model will run on, which decides the dtype if none is given.
+            blocks: on the CPU, leave the fp32 weights of a GGUF file in their blocks if possible.
 
         Raises:
             OSError, ValueError: as in :func:`checked` and :func:`gguf_configuration`.
@@ -89,6 +97,11 @@ class ModelFiles:
         if is_gguf(source):
             dtype = unpacked_dtype(dtype, device)
             tensor_count(Path(source))
+            if blocks and device.type == "cpu" and dtype is torch.float32:
+                config = gguf_configuration(source)
+                found = GgufBlocks.find(Path(source), config, skeleton(config, source))
+                if found is not None:
+                    return cls(source, config, dtype, found.bytes, None, None, {}, blocks=found)
             folder = gguf_cache.kept(Path(source), _kind(dtype))
             if folder is None:
                 return cls._packed(Path(source), dtype, device)
@@ -132,6 +145,8 @@ class ModelFiles:
         """
         if device.type == "cpu":
             self._check_host()
+        if self.blocks is not None:
+            return self.blocks.read()
         # Without device_map, quantisation libraries would choose a GPU themselves.
         directly = device.type != "cpu" or self.quantised is not None
         place: dict[str, Any] = {"device_map": {"": device}} if directly else {}

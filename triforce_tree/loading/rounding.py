@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.few_row import foreign_quantisation
 from triforce_tree.models.hf_model import HFModel
 
 # The largest relative error of logits that rounding can cause, by dtype. Wrong attention causes 0.1 or more.
@@ -24,7 +24,7 @@ MOST_ROUNDING = 0.5
 def rounding_limit(model: HFModel) -> float:
     """Returns the largest relative error of logits from rounding in a model of this dtype without experts."""
     # Quantised layers may quantise their inputs too, which rounds far more coarsely than the dtype.
-    plain = quantisation(model.model) is None
+    plain = foreign_quantisation(model.model) is None
     return _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
 
 

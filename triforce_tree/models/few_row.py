@@ -17,6 +17,7 @@ from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS, MOST_ROWS, counters_for
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import is_fused
+from triforce_tree.models.host.gguf_linears import in_gguf_blocks
 from triforce_tree.models.host.linears import Int8Linear, is_plain_linear
 from triforce_tree.models.model_copy import hooked, shallow_copy, text_decoder
 
@@ -161,6 +162,14 @@ def quantisation(model: nn.Module) -> str | None:
             if not (weight.is_floating_point() and weight.element_size() > 1):
                 return type(child).__name__
     return None
+
+
+def foreign_quantisation(model: nn.Module) -> str | None:
+    """Returns :func:`quantisation` if another library computes with the weights, else None.
+
+    Blocks of a GGUF file give the bits of fp32 weights.
+    """
+    return None if in_gguf_blocks(model) else quantisation(model)
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import KVCache, KVShape, use_our_attention
 from triforce_tree.models.experts.streamed import Streamed
-from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
@@ -92,7 +92,7 @@ class HFModel:
         self._scales_queries = self._shares_kv = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
-        if quantisation(model) is not None:
+        if foreign_quantisation(model) is not None:
             self._settle()
         self.changes = Changes(model, moves=streamed is not None)
         self._read()

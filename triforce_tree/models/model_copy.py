@@ -94,8 +94,10 @@ def weight_bytes(model: PreTrainedModel) -> int:
     head: Any = model.get_output_embeddings()
     read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     # Some multimodal models name no head.
-    if getattr(head, "weight", None) is not embedding.weight:
-        read.pop(id(embedding.weight), None)
+    tied = {id(t) for t in head.parameters()} if head is not None else set()
+    for weight in embedding.parameters():
+        if id(weight) not in tied:
+            read.pop(id(weight), None)
     return sum(t.numel() * t.element_size() for t in read.values())
 
 

@@ -8,7 +8,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.backend import refuse
 from triforce_tree.models.exact.host import why_not_exact_on_host
 from triforce_tree.models.experts.modules import experts_per_token
-from triforce_tree.models.few_row import check_low_bits, quantisation, why_not_replaceable
+from triforce_tree.models.few_row import check_low_bits, foreign_quantisation, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.runtime import distributed
@@ -66,7 +66,7 @@ def check_exact(target: HFModel) -> None:
 
 def _why_not(target: HFModel) -> str | None:
     model = target.model
-    if (method := quantisation(model)) is not None:
+    if (method := foreign_quantisation(model)) is not None:
         return f"it is quantised ({method}), and its library chooses products by the number of rows"
     if target.indexed:
         return "it has indexers, whose sums depend on how many tokens a pass has"

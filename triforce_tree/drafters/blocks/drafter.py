@@ -18,6 +18,7 @@ from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.drafters.token_map import TargetLogits
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.host.gguf_linears import GgufEmbedding
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
@@ -132,6 +133,8 @@ class BlockDrafter(RingDrafter):
             embeddings: the module with the table.
             raw: whether the rows of the table are read as they are.
         """
+        if isinstance(embeddings, GgufEmbedding):
+            return (lambda ids: embeddings(ids) * self.format.embedding_scale) if raw else embeddings
         table: Any = embeddings.weight
         if raw:
             return lambda ids: F.embedding(ids, table) * self.format.embedding_scale

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.tree_attention import ONEDNN
+from triforce_tree.models.host.gguf_linears import GgufLinear
 
 _MOST_ROWS = 64
 # Share of the available memory that copies in 16 bits may take.
@@ -83,7 +84,7 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     Layers whose ``forward`` another library has replaced are left unchanged.
 
     Returns:
-        These layers, and the 8-bit layers, which always compute few rows by our kernel.
+        These layers, and those of 8 bits or over blocks of a GGUF file, which always use our kernel.
     """
     native = library() is not None
     replaced = [
@@ -99,7 +100,7 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     for layer in replaced:
         weight = FewRowWeight(layer, narrow) if native and layer.weight.is_contiguous() else None
         layer.forward = partial(_linear, layer, weight)  # type: ignore[method-assign]
-    return replaced + [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
+    return replaced + [layer for layer in model.modules() if isinstance(layer, Int8Linear | GgufLinear)]
 
 
 class FewRowWeight:
@@ -132,7 +133,7 @@ class FewRowWeight:
 
 def few_row_weight(layer: nn.Linear) -> FewRowMatrix:
     """Returns the weight of a layer that :func:`use_few_row_linears` returned."""
-    if isinstance(layer, Int8Linear):
+    if isinstance(layer, Int8Linear | GgufLinear):
         return layer
     weight: FewRowWeight | None = vars(layer)["forward"].args[1]
     return FewRowWeight(layer, narrow=False) if weight is None else weight

@@ -1,6 +1,8 @@
 /* Operations of a decoding pass on a CPU with AVX-512 or AVX2, in fp32 and for few tokens: linear layers, attention,
  * smaller operations of a layer, and operations between forwards. Each function takes the address of its request. */
 #include "vectors.h"
+#include "blocks.h"
+#include "dots.h"
 
 #include <float.h>
 

@@ -23,6 +23,8 @@ _HEADERS = [
     _SOURCE.parent / name
     for name in (
         "vectors.h",
+        "blocks.h",
+        "dots.h",
         "tasks.h",
         "linear.h",
         "attention.h",
@@ -38,7 +40,7 @@ _SHARED = [_CPU / "cpu_shared.h", _CPU / "threads.h"] + [
 ]
 _FUNCTIONS = (
     "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "finish", "gated", "linear",
-    "place_nodes", "project", "rms_norm", "rotary",
+    "place_nodes", "project", "rms_norm", "rotary", "unpack",
 )  # fmt: skip
 # These functions return the bytes of workspace that they need.
 _WITH_WORK = ("attention", "exact_attention", "move_kv", "select_chunks", "traverse_tree")

@@ -7,50 +7,84 @@ typedef struct {
     const char *weights; /* [outs, length], dense */
     const float *bias;   /* [outs], or NULL */
     const float *scales; /* [outs], factors of the rows of INT8; not read for other kinds */
-    int64_t kind;        /* how the elements of weights are stored */
+    int64_t kind;        /* how the rows of weights are stored */
 } Matrix;
+
+/* Multiplies ``right`` rows of a matrix, at ``at``, by all rows of x. The rows ``ahead`` are prefetched. */
+INLINE void multiply_right(const char *const *at, const char *const *ahead, int kind, int right, const float *x,
+                           int64_t rows, int64_t length, float *out, int64_t out_row) {
+    const int64_t together = equal_parts(rows, MOST_LEFT);
+    for (int64_t m = 0; m < rows; m += together)
+        dots_of(at, m ? NULL : ahead, kind, right, x + m * length, length, min_of(together, rows - m), length,
+                out + m * out_row, out_row);
+}
+
+static void multiply_fp32(const char *const *at, int right, const float *x, int64_t rows, int64_t length, float *out,
+                          int64_t out_row) {
+    if (right == RIGHT)
+        multiply_right(at, NULL, FLOAT32, RIGHT, x, rows, length, out, out_row);
+    else
+        multiply_right(at, NULL, FLOAT32, 1, x, rows, length, out, out_row);
+}
+
+/* Multiplies as ``multiply_right``, after unpacking the rows of the matrix. */
+INLINE void multiply_unpacked(const char *const *at, const char *const *ahead, int kind, int right, const float *x,
+                              int64_t rows, int64_t length, float *out, int64_t out_row) {
+    float unpacked[RIGHT * length];
+    const char *from[RIGHT];
+    for (int i = 0; i < right; i++) {
+        unpack_row(at[i], ahead ? ahead[i] : NULL, kind, length, unpacked + i * length);
+        from[i] = (const char *)(unpacked + i * length);
+    }
+    multiply_fp32(from, right, x, rows, length, out, out_row);
+}
 
 /* Multiplies rows ``begin`` to ``end`` of a matrix by all rows of x; rows of ``out`` begin at matrix row ``begin``. */
 INLINE void multiply_rows(const Matrix *matrix, int kind, int64_t begin, int64_t end, const float *x, int64_t rows,
                           int64_t length, float *out, int64_t out_row) {
-    const int64_t row_bytes = length * element_bytes(kind), together = equal_parts(rows, MOST_LEFT);
+    const int64_t bytes = row_bytes(kind, length);
     /* The distance in bytes is equal for all kinds, because rows of fewer bits are processed faster. */
-    const int64_t ahead_bytes = RIGHT * row_bytes * element_bytes(FLOAT32) / element_bytes(kind);
+    const int64_t ahead_bytes = RIGHT * row_bytes(FLOAT32, length);
     for (int64_t n = begin; n < end;) {
         const int right = end - n >= RIGHT ? RIGHT : 1;
         const char *at[RIGHT], *ahead[RIGHT];
+        float *to = out + n - begin;
         for (int i = 0; i < right; i++) {
-            at[i] = matrix->weights + (n + i) * row_bytes;
+            at[i] = matrix->weights + (n + i) * bytes;
             ahead[i] = at[i] + ahead_bytes;
         }
-        for (int64_t m = 0; m < rows; m += together) {
-            const int left = min_of(together, rows - m);
-            float *to = out + m * out_row + n - begin;
-            if (right == RIGHT)
-                dots_of(at, m ? NULL : ahead, kind, RIGHT, x + m * length, length, left, length, to, out_row);
+        if (in_blocks(kind)) {
+            if (right == RIGHT && rows == 1)
+                dots(at, ahead, kind, RIGHT, x, length, 1, length, to, out_row);
             else
-                dots_of(at, NULL, kind, 1, x + m * length, length, left, length, to, out_row);
-            if (kind == INT8)
-                for (int i = 0; i < left; i++)
-                    for (int j = 0; j < right; j++)
-                        to[i * out_row + j] *= matrix->scales[n + j];
-            if (matrix->bias)
-                for (int i = 0; i < left; i++)
-                    for (int j = 0; j < right; j++)
-                        to[i * out_row + j] += matrix->bias[n + j];
-        }
+                multiply_unpacked(at, right == RIGHT ? ahead : NULL, kind, right, x, rows, length, to, out_row);
+        } else if (right == RIGHT)
+            multiply_right(at, ahead, kind, RIGHT, x, rows, length, to, out_row);
+        else
+            multiply_right(at, NULL, kind, 1, x, rows, length, to, out_row);
+        for (int64_t i = 0; i < rows; i++)
+            for (int j = 0; j < right; j++) {
+                if (kind == INT8)
+                    to[i * out_row + j] *= matrix->scales[n + j];
+                if (matrix->bias)
+                    to[i * out_row + j] += matrix->bias[n + j];
+            }
         n += right;
     }
 }
 
 static void multiply(const Matrix *matrix, int64_t begin, int64_t end, const float *x, int64_t rows, int64_t length,
                      float *out, int64_t out_row) {
+#define OF(kind) \
+    case kind: return multiply_rows(matrix, kind, begin, end, x, rows, length, out, out_row)
     switch (matrix->kind) {
-    case FLOAT32: return multiply_rows(matrix, FLOAT32, begin, end, x, rows, length, out, out_row);
-    case BFLOAT16: return multiply_rows(matrix, BFLOAT16, begin, end, x, rows, length, out, out_row);
-    case HALF: return multiply_rows(matrix, HALF, begin, end, x, rows, length, out, out_row);
-    case INT8: return multiply_rows(matrix, INT8, begin, end, x, rows, length, out, out_row);
+        OF(FLOAT32);
+        OF(BFLOAT16);
+        OF(HALF);
+        OF(INT8);
+        BLOCKS(OF);
     }
+#undef OF
 }
 
 typedef struct {
@@ -115,4 +149,39 @@ static void gated_task(const void *argument, int64_t block, int64_t worker) { ga
 void gated(const void *argument) {
     const GatedRequest *request = argument;
     share(gated_task, request, (request->outs + GATED_OUTS - 1) / GATED_OUTS, request->threads);
+}
+
+typedef struct {
+    const char *weights; /* [rows, length], dense */
+    float *out;          /* [rows, length] */
+    int64_t kind, rows, length, threads;
+} UnpackRequest;
+
+enum { UNPACKED = 1 << 16 }; /* elements of a task that unpacks */
+
+static int64_t rows_of_task(const UnpackRequest *request) {
+    return request->length < UNPACKED ? UNPACKED / request->length : 1;
+}
+
+static void unpack_task(const void *argument, int64_t number, int64_t worker) {
+    const UnpackRequest *request = argument;
+    const int64_t rows = rows_of_task(request), length = request->length, bytes = row_bytes(request->kind, length);
+    for (int64_t n = number * rows; n < min_of((number + 1) * rows, request->rows); n++) {
+        const char *row = request->weights + n * bytes;
+#define OF(kind) \
+    case kind: \
+        unpack_row(row, row + UNPACKED, kind, length, request->out + n * length); \
+        break
+        switch (request->kind) {
+            BLOCKS(OF);
+        }
+#undef OF
+    }
+}
+
+/* Unpacks rows of blocks. */
+void unpack(const void *argument) {
+    const UnpackRequest *request = argument;
+    const int64_t rows = rows_of_task(request);
+    share(unpack_task, request, (request->rows + rows - 1) / rows, request->threads);
 }

@@ -6,8 +6,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* How the rows of a matrix are stored; all are converted to fp32 exactly. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2, INT8 = 3 };
+/* How the rows of a matrix are stored, in the order of ``linear.py``: elements, or blocks of a GGUF file (blocks.h). All
+ * are converted to fp32 exactly. */
+enum { FLOAT32, BFLOAT16, HALF, INT8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 
 #ifdef __AVX512F__
 enum { MOST_LEFT = 6 }; /* rows of x that are multiplied together: 24 sums, 4 rows of weights and one of x in registers */
@@ -97,62 +98,4 @@ static inline vec exp_of(vec x) {
     y = fmadd(y, part, broadcast(1.0f));
     y = fmadd(y, part, broadcast(1.0f));
     return scaled_by_exp2(y, whole);
-}
-
-/* Sets out[m * out_row + i] to the product of row m of x with row i of ``right`` (at most RIGHT) rows at ``at``. Each
- * product is summed in the same order, whatever ``left`` and ``right`` are. The rows ``ahead`` are prefetched. */
-INLINE void dots(const char *const *at, const char *const *ahead, int kind, int right, const float *x, int64_t x_row,
-                 int left, int length, float *out, int64_t out_row) {
-    vec sums[MOST_LEFT][RIGHT];
-    const int bytes = element_bytes(kind), whole = length / LANES * LANES;
-#pragma GCC unroll 8
-    for (int m = 0; m < left; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < RIGHT; i++)
-            sums[m][i] = broadcast(0);
-    for (int at_element = 0; at_element < whole; at_element += LANES) {
-        vec rows[RIGHT];
-#pragma GCC unroll 4
-        for (int i = 0; i < right; i++) {
-            rows[i] = load_as(at[i] + at_element * bytes, kind);
-            if (ahead && !(at_element * bytes % LINE))
-                _mm_prefetch(ahead[i] + at_element * bytes, _MM_HINT_T1);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < left; m++) {
-            const vec row = load(x + m * x_row + at_element);
-#pragma GCC unroll 4
-            for (int i = 0; i < right; i++)
-                sums[m][i] = fmadd(rows[i], row, sums[m][i]);
-        }
-    }
-    if (length > whole)
-        for (int m = 0; m < left; m++) {
-            const vec row = load_part((const char *)(x + m * x_row + whole), FLOAT32, length - whole);
-            for (int i = 0; i < right; i++)
-                sums[m][i] = fmadd(load_part(at[i] + whole * bytes, kind, length - whole), row, sums[m][i]);
-        }
-#pragma GCC unroll 8
-    for (int m = 0; m < left; m++) {
-        const __m128 four = sums_of(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
-        if (right == RIGHT)
-            _mm_storeu_ps(out + m * out_row, four);
-        else
-            out[m * out_row] = _mm_cvtss_f32(four);
-    }
-}
-
-/* Calls dots for any ``left`` up to MOST_LEFT. */
-INLINE void dots_of(const char *const *at, const char *const *ahead, int kind, int right, const float *x,
-                    int64_t x_row, int left, int length, float *out, int64_t out_row) {
-    switch (left) {
-    case 1: return dots(at, ahead, kind, right, x, x_row, 1, length, out, out_row);
-    case 2: return dots(at, ahead, kind, right, x, x_row, 2, length, out, out_row);
-#ifdef __AVX512F__
-    case 3: return dots(at, ahead, kind, right, x, x_row, 3, length, out, out_row);
-    case 4: return dots(at, ahead, kind, right, x, x_row, 4, length, out, out_row);
-    case 5: return dots(at, ahead, kind, right, x, x_row, 5, length, out, out_row);
-    case 6: return dots(at, ahead, kind, right, x, x_row, 6, length, out, out_row);
-#endif
-    }
 }

@@ -1,0 +1,60 @@
+"""Linear layers and embeddings whose weights stay in the blocks of a GGUF file, for fp32 inputs on the CPU.
+
+The C kernels unpack blocks in registers to the values that the package gguf gives, and add products in the
+order in which they add those of fp32 weights. So a result has the bits that it would have with unpacked
+weights.
+"""
+
+from torch import Tensor, nn
+
+from triforce_tree.kernels.cpu.fp32 import linear as fp32
+from triforce_tree.kernels.cpu.fp32.linear import Blocks
+
+
+class GgufLinear(nn.Linear):
+    """An ``nn.Linear`` over blocks.
+
+    Args:
+        weight: packed rows, uint8 ``[out_features, bytes]``, dense.
+        blocks: their kind.
+        bias: fp32 ``[out_features]``, or None.
+    """
+
+    def __init__(self, weight: nn.Parameter, blocks: Blocks, bias: nn.Parameter | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = blocks.ins(weight), weight.shape[0]
+        self.blocks, self.weight = blocks, weight
+        self.register_parameter("bias", bias)
+        self._matrix = self._made()
+
+    def _made(self) -> fp32.Matrix:
+        bias = None if self.bias is None else self.bias.detach()
+        return fp32.matrix(self.weight.detach(), bias, blocks=self.blocks)
+
+    def matrix(self) -> fp32.Matrix:
+        """Returns the matrix in the form that the C kernel reads."""
+        at = self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+        return self._matrix if at == self._matrix.fields[:2] else self._made()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp32.linear(x, self.matrix())
+
+
+class GgufEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` over blocks; arguments as of :class:`GgufLinear`."""
+
+    def __init__(self, weight: nn.Parameter, blocks: Blocks, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape[0], blocks.ins(weight)
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.blocks, self.weight = blocks, weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.detach().index_select(0, ids.flatten())
+        return fp32.unpacked(rows, self.blocks).view(*ids.shape, -1)
+
+
+def in_gguf_blocks(model: nn.Module) -> bool:
+    """Returns whether linear layers of a model are over blocks."""
+    return any(isinstance(module, GgufLinear) for module in model.modules())
