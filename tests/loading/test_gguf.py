@@ -6,10 +6,11 @@ import os
 import shutil
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 import triforce_tree
 from tests.support.models.tiny_pair import SMALL, TinyPair
@@ -41,7 +42,22 @@ def written(pair: TinyPair, name: str, file: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(pair.target)
     config = LlamaConfig.from_pretrained(pair.target)
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    made = gguf.GGUFWriter(file, "llama")
+    made = begun(file, "llama", config)
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    made.add_tokenizer_model("gpt2")
+    made.add_token_list([word for word, _ in words])
+    made.add_token_types([3 if word == "<end>" else 1 for word, _ in words])
+    made.add_token_merges([" ".join(pair) for pair in _merges(tokenizer)])
+    made.add_eos_token_id(0)
+    made.add_bos_token_id(0)
+    finish(made, model, kind)
+    return file
+
+
+def begun(file: Path, architecture: str, config: Any) -> Any:
+    """Begins a GGUF file with the sizes of a model."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    made = gguf.GGUFWriter(file, architecture)
     made.add_context_length(config.max_position_embeddings)
     made.add_embedding_length(config.hidden_size)
     made.add_block_count(config.num_hidden_layers)
@@ -51,13 +67,12 @@ def written(pair: TinyPair, name: str, file: Path) -> Path:
     made.add_layer_norm_rms_eps(config.rms_norm_eps)
     made.add_rope_freq_base(10_000.0)
     made.add_vocab_size(config.vocab_size)
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    made.add_tokenizer_model("gpt2")
-    made.add_token_list([word for word, _ in words])
-    made.add_token_types([3 if word == "<end>" else 1 for word, _ in words])
-    made.add_token_merges([" ".join(pair) for pair in _merges(tokenizer)])
-    made.add_eos_token_id(0)
-    made.add_bos_token_id(0)
+    return made
+
+
+def finish(made: Any, model: torch.nn.Module, kind: Any) -> None:
+    """Adds the weights of a model to a GGUF file, matrices in this type, and writes it."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     for name, weight in model.state_dict().items():
         own = _NAMES.get(name) or "blk." + name.removeprefix("model.layers.")
         for old, new in _PARTS.items():
@@ -71,7 +86,6 @@ def written(pair: TinyPair, name: str, file: Path) -> Path:
     made.write_kv_data_to_file()
     made.write_tensors_to_file()
     made.close()
-    return file
 
 
 _NAMES = {
@@ -80,6 +94,8 @@ _NAMES = {
     "lm_head.weight": "output.weight",
 }
 _PARTS = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -144,6 +160,34 @@ def test_blocks_decode_as_their_unpacked_weights(
         prompt = ids[:, :count]
         out = engine.generate(prompt, max_new_tokens=24, do_sample=False).sequences
         assert out.tolist() == reference.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+
+
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize(("architecture", "make"), [("qwen2", Qwen2Config), ("qwen3", Qwen3Config)])
+def test_other_architectures_keep_their_blocks(architecture: str, make: Any, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    dim = 16 if architecture == "qwen2" else 128  # transformers reads no other from such files
+    config = make(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=dim, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():  # norms and biases too
+        torch.nn.init.normal_(weight, 0.5 if weight.dim() == 1 else 0.0, 0.2)
+    made = begun(tmp_path / NAME, architecture, config)
+    made.add_key_length(dim)
+    made.add_value_length(dim)
+    finish(made, model, gguf.GGMLQuantizationType.Q4_1)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=NAME, dtype=torch.float32)
+    loaded = load_model(tmp_path / NAME, "cpu")
+    projection = loaded.model.layers[1].self_attn.q_proj
+    assert isinstance(projection, GgufLinear)
+    assert (projection.bias is None) == (architecture == "qwen3")
+    weights = unpacked_weights(loaded)
+    assert all(torch.equal(weights[name], weight) for name, weight in reference.state_dict().items())
+    ids = torch.randint(320, (2, 9))
+    ours, theirs = loaded(ids).logits, reference(ids).logits
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 def test_without_a_compiler_weights_are_unpacked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ _LINEAR = struct.Struct("10q")
 _GATED = struct.Struct("14q")
 _UNPACK = struct.Struct("6q")
 _CACHED = 1 << 17
-"""Elements of the rows that are multiplied in one pass over the weights, so that a core's cache holds them."""
+"""Elements of the rows that one pass over the weights multiplies, so that a core's cache holds them."""
 _MOST_INS = 1 << 15
 """Largest number of columns of a matrix in blocks, of which a thread unpacks four rows on its stack."""
 
