@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
+from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.models.running_forward import ATTENTION, ChunkPass, IndexedPass, running
 
 
-@torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
+@operator("planned_attend")
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
@@ -28,7 +29,7 @@ def _attend(
     return running.attention(q, k, v, params)
 
 
-@_attend.register_fake
+@fake("planned_attend")
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
@@ -66,8 +67,7 @@ def _attention(
     # Only the compiler needs the operator, whose call takes longer than a small attention.
     if torch.compiler.is_compiling():
         size = -(window or 0) if chunked else window or 0
-        operator = torch.ops.triforce_tree.planned_attend
-        out = operator(query, key, value, scale, size, softcap or 0.0, s_aux)
+        out = _attend(query, key, value, scale, size, softcap or 0.0, s_aux)
     else:
         params = AttentionParams(scale, window, softcap or None, s_aux, chunked, indices)
         out = running.attention(query, key, value, params, module)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from triforce_tree.kernels.attention.plan import AttentionParams
+from triforce_tree.kernels.operators import fake, operator
 
 ATTENTION = "triforce_tree"
 """The attention implementation of copies of models that compute for us."""
@@ -239,8 +240,9 @@ def _states() -> RecurrentPass:
 
 def convolve(new: Tensor, columns: int) -> Tensor:
     """Returns ``RecurrentPass.convolve`` for the forward's next convolution."""
-    operator = torch.ops.triforce_tree.recurrent_convolve if torch.compiler.is_compiling() else _convolve_now
-    return operator(new, columns)
+    # Only the compiler needs the operators.
+    run = _convolve if torch.compiler.is_compiling() else _convolve.definition
+    return run(new, columns)
 
 
 def convolved(
@@ -257,7 +259,7 @@ def convolved(
         ``[B, channels, n]``, of which the last T outputs are those of the new tokens.
     """
     if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.triforce_tree.recurrent_convolved(inputs, weight, bias, activation))
+        return _convolved(inputs, weight, bias, activation)
     windows = _states().windows(running.convolutions - 1, weight.shape[1])
     if windows is None:
         return own(inputs, weight, bias, activation=activation)
@@ -275,8 +277,8 @@ def _of_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, activation
 
 def recur(inputs: ScanInputs) -> Tensor:
     """Returns ``RecurrentPass.recur`` for the forward's next recurrence."""
-    operator = torch.ops.triforce_tree.recurrent_recur if torch.compiler.is_compiling() else _recur_now
-    return operator(inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta)
+    run = _recur if torch.compiler.is_compiling() else _recur.definition
+    return run(inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta)
 
 
 def recur_by(own: Callable[[Tensor | None], Tensor]) -> None:
@@ -290,32 +292,20 @@ def recur_by(own: Callable[[Tensor | None], Tensor]) -> None:
     states.keep(number, own(states.state(number)))
 
 
-def _convolve_now(new: Tensor, columns: int) -> Tensor:
+@operator("recurrent_convolve")
+def _convolve(new: Tensor, columns: int) -> Tensor:
     number = running.convolutions
     running.convolutions += 1
     return _states().convolve(number, new, columns)
 
 
-def _recur_now(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None, beta: Tensor | None
-) -> Tensor:
-    number = running.recurrences
-    running.recurrences += 1
-    return _states().recur(number, ScanInputs(q, k, v, decay, rates, beta))
-
-
-@torch.library.custom_op("triforce_tree::recurrent_convolve", mutates_args=())
-def _convolve(new: Tensor, columns: int) -> Tensor:
-    return _convolve_now(new, columns)
-
-
-@_convolve.register_fake
+@fake("recurrent_convolve")
 def _(new: Tensor, columns: int) -> Tensor:
     batch, channels, tokens = new.shape
     return new.new_empty(batch, channels, columns + tokens)
 
 
-@torch.library.custom_op("triforce_tree::recurrent_convolved", mutates_args=())
+@operator("recurrent_convolved")
 def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     width = weight.shape[1]
     windows = _states().windows(running.convolutions - 1, width)
@@ -324,19 +314,21 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     return _of_windows(windows, weight, bias, activation).to(inputs.dtype)
 
 
-@_convolved.register_fake
+@fake("recurrent_convolved")
 def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     batch, channels, columns = inputs.shape
     return inputs.new_empty(batch, channels, columns + 1 - weight.shape[1])
 
 
-@torch.library.custom_op("triforce_tree::recurrent_recur", mutates_args=())
+@operator("recurrent_recur")
 def _recur(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None, beta: Tensor | None
 ) -> Tensor:
-    return _recur_now(q, k, v, decay, rates, beta)
+    number = running.recurrences
+    running.recurrences += 1
+    return _states().recur(number, ScanInputs(q, k, v, decay, rates, beta))
 
 
-@_recur.register_fake
+@fake("recurrent_recur")
 def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None, beta: Tensor | None) -> Tensor:
     return v.new_empty(v.shape)

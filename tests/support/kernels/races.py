@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.triforce_tree.planned_attend.default:
             # Dispatch modes do not see inside custom operators, and this one does all the work of a pass.
             with self:
-                return attention._attend._init_fn(*args, **kwargs)
+                return attention._attend.definition(*args, **kwargs)
         if not func.is_view:
             self._record(func, args, kwargs)
         return func(*args, **kwargs)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.reference import merge_states
+from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.ranks.peers import merge_with_peers, sum_with_peers
 from triforce_tree.runtime.distributed import (
     Group,
@@ -14,7 +15,7 @@ from triforce_tree.runtime.distributed import (
 )
 
 
-@torch.library.custom_op("triforce_tree::all_reduce", mutates_args=())
+@operator("all_reduce")
 def all_reduce(x: Tensor, size: int = 0) -> Tensor:
     """Returns the sum of x over the tensor group of ``size`` processes, or over all processes if 0.
 
@@ -27,7 +28,7 @@ def all_reduce(x: Tensor, size: int = 0) -> Tensor:
     return all_reduce_tensor(x.clone(memory_format=torch.contiguous_format), group)
 
 
-@all_reduce.register_fake
+@fake("all_reduce")
 def _(x: Tensor, size: int = 0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
