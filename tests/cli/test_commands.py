@@ -51,6 +51,45 @@ def test_help_imports_no_large_library() -> None:
     assert done.stdout.endswith("set()\n")
 
 
+# Libraries that no text needs, and that take long to import.
+NEEDLESS = (
+    "aiohttp", "bitsandbytes", "datasets", "gguf", "matplotlib", "pandas", "peft", "pyarrow", "starlette",
+    "torchao", "uvicorn", "xgrammar",
+)  # fmt: skip
+
+
+def test_a_command_waits_for_no_needless_library_and_no_garbage_collection(
+    pair: TinyPair, prompt: str
+) -> None:
+    """At the end the process calls the handlers of others, but destroys no objects."""
+    argv = ["triforce-tree", "generate", prompt, *pair.options, "--max-new-tokens", "3"]
+    program = (
+        "import atexit, gc, sys\n"
+        f"sys.argv = {argv!r}\n"
+        "from triforce_tree.cli.entry import main\n"
+        "class Witness:\n"
+        "    def __del__(self): print('destroyed')\n"
+        "witness, code = Witness(), main()\n"
+        "atexit.register(print, 'handled')\n"
+        f"print('', sorted(set({NEEDLESS!r}) & sys.modules.keys()))\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > len(sys.modules))\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == [" []", "True True", "handled"]
+    assert "leaked" not in done.stderr
+
+
+def test_an_error_ends_the_process_as_usual() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "triforce_tree", "generate", "--chat", "why?", "--traceback", "--tree", "oak"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ValueError: tree='oak'" in done.stderr
+
+
 def test_ctrl_c_while_libraries_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

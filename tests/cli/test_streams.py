@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +67,10 @@ def test_a_full_disk_behind_stdout_is_one_sentence(
 def test_memory_of_the_cpu_that_runs_out_ends_with_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def short(name: str) -> Any:
-        if name == "triforce_tree.cli.early":
-            return import_module(name)
+    def short(_: Any) -> int:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 3 bytes")
 
-    monkeypatch.setattr(entry, "import_module", short)
+    monkeypatch.setattr("triforce_tree.cli.demo.run", short)
     code, _, err = run(capsys, "demo")
     assert code == 1
     assert "out of memory" in err

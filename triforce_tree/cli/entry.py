@@ -11,16 +11,30 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
+from triforce_tree.cli.process import QuickEnd, uncollected
 from triforce_tree.cli.prompt import missing
 from triforce_tree.runtime.progress_log import log_on_stderr, logged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns the exit code.
+
+    Args:
+        argv: the words of a command that another program runs; None for those of this process.
+    """
+    if argv is not None:
+        return _main(list(argv), nullcontext())
+    end = QuickEnd()
+    end.code = _main(sys.argv[1:], uncollected())
+    return end.code
+
+
+def _main(words: list[str], imports: AbstractContextManager[None]) -> int:
     nowhere = sys.stdout is None
     _open_closed_streams()
-    words = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in words
     try:
         # This module is imported inside the handling of Ctrl-C, as are all modules that commands need.
@@ -31,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
         check(args)
         with log_on_stderr():
-            return _run(args)
+            return _run(args, imports)
     except KeyboardInterrupt:
         # Where Ctrl-C interrupts code in a string, as dataclasses run it, CPython sets a flag and later ends
         # `python -m` by the signal, not with our exit code; running another string clears the flag.
@@ -68,9 +82,9 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, imports: AbstractContextManager[None]) -> int:
     # These imports take seconds.
-    with logged("importing torch and transformers"):
+    with logged("importing torch and transformers"), imports:
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -78,6 +92,8 @@ def _run(args: argparse.Namespace) -> int:
         from triforce_tree.kernels.device import KernelError
         from triforce_tree.runtime import distributed
         from triforce_tree.runtime.rank_watch import LostRankError
+
+        command = import_module(args.module)
 
     # Progress bars and notices of these libraries would mix with our own.
     transformers_logging.set_verbosity_error()
@@ -87,7 +103,6 @@ def _run(args: argparse.Namespace) -> int:
     if distributed.world_size() > 1 and not args.on_several_gpus:
         raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:
-        command = import_module(args.module)
         with console.first_rank_stdout():
             code = int(command.run(args))
         distributed.leave()
