@@ -19,11 +19,13 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -51,6 +53,8 @@ _SHORT_PROMPT, _SHORT = 64, 8
 _ROOM = 64
 # The share of the CPUs' time that other programs may use without a measurement being repeated.
 _DISTURBED = 0.03
+# Seconds for which others wait for the lock.
+_HELD = 60.0
 
 
 @dataclass(frozen=True)
@@ -114,17 +118,19 @@ class Comparison:
         self._args, self._file, self._prompts, self._on_gpu = args, file, found, on_gpu
         self._pythons = dict(args.python)
         self._loaded: dict[Contender, Loaded] = {}
-        self._refused: set[Contender] = set()
-        self._limit = TimeLimit(args.seconds)
+        self._limit, self._turns = TimeLimit(args.seconds), Turns(args.lock)
 
     def measure(self, groups: Sequence[Sequence[Contender]], cells: Sequence[Cell]) -> bool:
         """Measures group by group, in a group cell by cell; returns False if the time is up."""
         for group in groups:
             try:
-                if not all(self._cell(group, number, cell) for number, cell in enumerate(cells)):
+                wanted = [each for each in group if not all(self._measured(each, cell) for cell in cells)]
+                ready = [each for each in wanted if self._load(each, cells[0].batch)]
+                if not all(self._cell(ready, number, cell) for number, cell in enumerate(cells)):
                     self._limit.say("the time limit ends this run; the same command goes on from here")
                     return False
             finally:
+                self._turns.pause(after=0)
                 for each in self._loaded.values():
                     each.process.close()
                 self._loaded.clear()
@@ -132,27 +138,22 @@ class Comparison:
 
     def _cell(self, group: Sequence[Contender], number: int, cell: Cell) -> bool:
         """Measures a cell for all contenders, beginning with another one in each cell."""
-        turn = number % len(group)
+        turn = number % max(1, len(group))
         for contender in [*group[turn:], *group[:turn]]:
-            key = contender.key | cell.key(self._args.new_tokens)
-            if self._measured(key) or contender in self._refused:
+            if self._measured(contender, cell):
                 continue
             if self._limit.reached():
                 return False
-            bits = {"bits": contender.checkpoint.bits}
-            try:
-                loaded = self._load(contender, cell.batch)
-            except EngineError as error:
-                self._refused.add(contender)
-                self._miss(contender.key | bits, str(error))
+            if contender not in self._loaded and not self._load(contender, cell.batch):
                 continue
+            key = contender.key | {"bits": contender.checkpoint.bits} | cell.key(self._args.new_tokens)
             try:
-                figures = self._undisturbed(loaded, cell)
+                figures = self._undisturbed(self._loaded[contender], cell)
             except (EngineError, ValueError) as error:
                 self._loaded.pop(contender).process.close()
-                self._miss(key | bits, str(error))
+                self._miss(key, str(error))
                 continue
-            self._file.add(key | bits | figures)
+            self._file.add(key | figures)
             self._limit.say(
                 f"{contender}, {cell.source.name}, {cell.context:,} tokens, T={cell.temperature:g}: "
                 f"{figures['ms_per_token']:.2f} ms a token, first token {figures['prefill_s']:.2f} s, other "
@@ -160,8 +161,9 @@ class Comparison:
             )
         return True
 
-    def _measured(self, key: Record) -> bool:
+    def _measured(self, contender: Contender, cell: Cell) -> bool:
         """Returns whether there is a measurement; what failed is tried again by each run."""
+        key = contender.key | cell.key(self._args.new_tokens)
         found = (sample for sample in self._file.samples if "missing" not in sample)
         return any(all(sample[name] == value for name, value in key.items()) for sample in found)
 
@@ -191,30 +193,31 @@ class Comparison:
         request = Request(texts, self._args.new_tokens, cell.temperature, self._args.seed + cell.run)
         sampled = cell.temperature > 0
         process = loaded.process
-        with alone(self._args.lock):
-            if sampled not in loaded.warm:
-                short = [text[:_SHORT_PROMPT] for text in texts]
-                other = Request(short, _SHORT, cell.temperature, request.seed)
-                process.generate(request if self._on_gpu else other)
-                loaded.warm.add(sampled)
-            others = OtherPrograms(process.pid, os.getpid())
-            answer = process.generate(request)
-            share = others.share()
+        self._turns.take()
+        if sampled not in loaded.warm:
+            short = [text[:_SHORT_PROMPT] for text in texts]
+            other = Request(short, _SHORT, cell.temperature, request.seed)
+            process.generate(request if self._on_gpu else other)
+            loaded.warm.add(sampled)
+        others = OtherPrograms(process.pid, os.getpid())
+        answer = process.generate(request)
+        share = others.share()
+        self._turns.pause()
         if any(len(tokens) != request.new_tokens for tokens in answer.tokens):
             lengths = ", ".join(str(len(tokens)) for tokens in answer.tokens)
             raise ValueError(f"it wrote {lengths} tokens, not {request.new_tokens}")
         about = {"load_s": process.load_seconds, "versions": process.versions, "other_programs": share}
         return timed(answer) | about
 
-    def _load(self, contender: Contender, batch: int) -> Loaded:
-        """Returns the contender's process, which is started if it does not run.
-
-        Raises:
-            EngineError: the engine is not installed, or cannot load this.
-        """
-        if contender not in self._loaded:
+    def _load(self, contender: Contender, batch: int) -> bool:
+        """Starts the contender's process; returns False, and notes why, if that fails."""
+        self._turns.pause(after=0)
+        try:
             self._loaded[contender] = Loaded(self._start(contender, batch))
-        return self._loaded[contender]
+        except EngineError as error:
+            self._miss(contender.key | {"bits": contender.checkpoint.bits}, str(error))
+            return False
+        return True
 
     def _start(self, contender: Contender, batch: int) -> EngineProcess:
         args = self._args
@@ -227,15 +230,32 @@ class Comparison:
         return EngineProcess(contender.engine, python, load)
 
 
-@contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """Holds an exclusive lock of a file, so that others who take it too do not disturb a measurement."""
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class Turns:
+    """An exclusive lock of a file, so that others who take it too do not disturb the measurements.
+
+    It is held over several measurements, and given to others after some time.
+
+    Args:
+        path: of the file; None locks nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._since = path, 0.0
+        self._file: TextIO | None = None
+
+    def take(self) -> None:
+        """Waits until nobody else holds the lock."""
+        if self._path is None or self._file is not None:
+            return
+        self._file = self._path.open("a")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._since = time.monotonic()
+
+    def pause(self, after: float = _HELD) -> None:
+        """Releases the lock if it was held for ``after`` seconds."""
+        if self._file is not None and time.monotonic() - self._since >= after:
+            self._file.close()
+            self._file = None
 
 
 def contenders(args: argparse.Namespace, on_gpu: bool) -> list[Contender]:
