@@ -49,24 +49,12 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["generate", "TEXT", "--target", "TARGET", "--json-schema", "TEXT"], "is not JSON",
     ),
     "empty expression": (["generate", "TEXT", "--target", "TARGET", "--regex", ""], "expression is ''; give"),
-    "long prompt": (["generate", "LONG", "--target", "TARGET"], "prompt tokens + 256 new ones"),
-    "very long prompt": (["generate", "HUGE", "--target", "TARGET"], "the model 4,096 positions; shorten it"),
     "long for new tokens": (
         ["generate", "TEXT", "--target", "TARGET", "--max-new-tokens", "4090"],
         "exceed the model's 4096 positions",
     ),
-    "long document": (["generate", "LONG", "--chat", "why?", "--target", "TARGET"], "4096 positions"),
-    "long messages": (["generate", "--messages", "MESSAGES", "--target", "TARGET"], "4096 positions"),
-    "long to explain": (["explain", "LONG", "--target", "TARGET"], "4096 positions"),
-    "long to chat about": (["chat", "--file", "LONG", "--target", "TARGET"], "4096 positions"),
-    "long with another tokenizer": (
-        ["generate", "LONG", "--target", "NAMELESS", "--tokenizer", "TARGET"], "4096 positions",
-    ),
-    "long for a gguf file": (
-        ["generate", "LONG", "--target", "UNREAD"], "tokens + 256 new ones, and the model 4,096",
-    ),
-    "very long for a gguf file": (
-        ["chat", "--file", "HUGE", "--target", "UNREAD"], "4,096 positions; shorten it",
+    "new tokens for a gguf file": (
+        ["generate", "TEXT", "--target", "UNREAD", "--max-new-tokens", "9999"], "4096 positions",
     ),
     "new tokens alone": (
         ["generate", "TEXT", "--target", "NAMELESS", "--max-new-tokens", "9999"], "4096 positions",
@@ -165,25 +153,14 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         (folder / name).write_bytes(content)
         return str(folder / name)
 
-    def gguf(name: str, **metadata: object) -> str:
+    def gguf(name: str, **metadata: int) -> str:
         """Writes the header of a GGUF file that no machine has loaded, and returns its path."""
-
-        def packed(value: object) -> tuple[int, bytes]:
-            if isinstance(value, int):
-                return 4, struct.pack("<I", value)
-            if isinstance(value, str):
-                return 8, struct.pack("<Q", len(value.encode())) + value.encode()
-            assert isinstance(value, list)
-            return 9, struct.pack("<IQ", 8, len(value)) + b"".join(packed(each)[1] for each in value)
-
         content = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(metadata))
         for key, value in metadata.items():
-            kind, held = packed(value)
-            content += packed(key.replace("__", "."))[1] + struct.pack("<I", kind) + held
+            named = key.replace("__", ".").encode()
+            content += struct.pack("<Q", len(named)) + named + struct.pack("<II", 4, value)
         return file(name, content)
 
-    long = text[:30_000]
-    vocabulary = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     shards = model("shards", {})
     index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     file("shards/model.safetensors.index.json", json.dumps(index).encode())
@@ -194,10 +171,7 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "TARGET": pair.target,
         "DRAFT": pair.draft,
         "TEXT": file("text.txt", text[:600].encode()),
-        "LONG": file("long.txt", long.encode()),
-        "HUGE": file("huge.txt", (text * 4).encode()),
         "SCHEMA": file("schema.json", b'{"type": "integer", "not": {"const": 3}}'),
-        "MESSAGES": file("messages.json", json.dumps([{"role": "user", "content": long}]).encode()),
         "CONFIG": str(target / "config.json"),
         "EMPTY": file("blank.txt", b" \n"),
         "MARK": file("mark.txt", b"\xef\xbb\xbf\n"),
@@ -215,12 +189,7 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "GGUF": str(folder / "one" / "model.gguf"),
         "ONE": str(folder / "one"),
         "TWO": str(folder / "two"),
-        "UNREAD": gguf(
-            "unread.gguf",
-            llama__context_length=4096,
-            tokenizer__ggml__model="gpt2",
-            tokenizer__ggml__tokens=sorted(vocabulary, key=vocabulary.get),
-        ),
+        "UNREAD": gguf("unread.gguf", llama__context_length=4096),
         "NOWHERE": str(folder / "nowhere"),
     }
 

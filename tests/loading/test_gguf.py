@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from triforce_tree.kernels.cpu.fp32.linear import BLOCKS
 from triforce_tree.loading import gguf as loading_gguf
 from triforce_tree.loading import gguf_blocks
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
-from triforce_tree.loading.gguf_vocabulary import least_tokens
 from triforce_tree.models.host.gguf_linears import GgufEmbedding, GgufLinear
 
 NAME = "tiny.gguf"
@@ -325,39 +323,6 @@ def test_the_tokenizer_comes_from_the_file(path: Path, pair: TinyPair) -> None:
     assert whole is not None
     assert own(PROMPT).input_ids == whole(PROMPT).input_ids
     assert own.decode(own(PROMPT).input_ids) == PROMPT
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        PROMPT,
-        "naïve café, 日本語 😀\n" * 40,
-        unicodedata.normalize("NFD", "déjà vu à la carte " * 30),
-        "<end> a  b\t\n" * 9,
-    ],
-    ids=["code", "many bytes", "composed", "special"],
-)
-def test_the_vocabulary_alone_bounds_the_tokens_of_a_text(path: Path, text: str) -> None:
-    tokenizer, least = load_tokenizer(path), least_tokens(path)
-    assert tokenizer is not None
-    assert least is not None
-    tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
-    assert 0.8 * tokens <= least(text) <= tokens
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_bound_counts_no_letter_that_the_vocabulary_lacks(kind: str, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
-    made = gguf.GGUFWriter(tmp_path / NAME, "llama")
-    made.add_tokenizer_model(kind)
-    made.add_token_list(["a", "b", "c", "d", "ab", ""])
-    made.write_header_to_file()
-    made.write_kv_data_to_file()
-    made.close()
-    least = least_tokens(tmp_path / NAME)
-    assert least is not None
-    assert [least(text) for text in ("ababa", "axb", "xyz", "")] == [3, 1, 0, 0]
-    assert [least(letter * 5) for letter in "abcd"] == [5, 5, 5, 5], "none of them is the unknown token"
 
 
 def test_the_command_line_takes_it(path: Path) -> None:

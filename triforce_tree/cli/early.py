@@ -12,14 +12,11 @@ import os
 import re
 import socket
 from collections.abc import Callable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 from triforce_tree.bench.texts import ROWS, pydoc_text
 from triforce_tree.cli.groups import SAMPLING, engine_options
-from triforce_tree.cli.positions import PAIR, SPECIAL, check_text, check_tokens, target_source
-from triforce_tree.cli.prompt import characters, prompt_of
+from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.grammar import Grammar, JSONSchema, Regex
@@ -31,10 +28,14 @@ from triforce_tree.loading.drafter_choice import (
     with_assistant,
 )
 from triforce_tree.memory_size import bytes_of
+from triforce_tree.option_checks import check_positions
 from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.files.writing import check_picture, check_writable
 
+PAIR = Path(__file__).parents[1] / "pair"
+# Tokens that a tokenizer may add to a text.
+_SPECIAL = 16
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 _LAST_PORT = 65535
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
@@ -65,7 +66,7 @@ def chat(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"no such folder: {args.load!r}; give one that /save wrote")
     _sampling(args)
     _engine(args)
-    check_text(args, f"{args.system or ''}{document}", args.max_new_tokens)
+    _check_tokens(args, 1, args.max_new_tokens)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -103,7 +104,7 @@ def demo(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--prompt-tokens {args.prompt_tokens}{after} exceeds the help topics' {size} bytes; use less"
         )
-    check_tokens(args, args.prompt_tokens, args.new_tokens)
+    _check_tokens(args, args.prompt_tokens, args.new_tokens)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -133,7 +134,7 @@ def _prompt(args: argparse.Namespace) -> None:
     """Reads the prompt into ``args.given_prompt``, because stdin can be read only once."""
     _engine(args)
     args.given_prompt = prompt_of(args)
-    check_text(args, characters(args.given_prompt), args.max_new_tokens)
+    _check_tokens(args, 1, args.max_new_tokens)
 
 
 def _measured(args: argparse.Namespace) -> None:
@@ -169,7 +170,7 @@ def _engine(args: argparse.Namespace) -> None:
     options = engine_options(args)
     HierarchyConfig.from_options(**options)
     _device(args.device)
-    target = target_source(args)
+    target = _target_source(args)
     args.drafter, args.draft = with_assistant(args.drafter, args.draft)
     draft = args.draft
     if args.target is None and draft is None and args.drafter in (None, "model"):
@@ -196,39 +197,33 @@ def _engine(args: argparse.Namespace) -> None:
             model_folder.folder_of(source)
 
 
+def _target_source(args: argparse.Namespace) -> str | Path:
+    """Returns the folder, hub id or GGUF file of the target that the options name."""
+    if args.target is None and args.gguf_file is not None:
+        raise ValueError(f"gguf_file={args.gguf_file!r} needs a target: the folder or hub id that holds it")
+    target = args.target if args.target is not None else PAIR / "target"
+    source: str | Path = gguf_header.gguf_path(target, args.gguf_file)
+    return source
+
+
+def _check_tokens(args: argparse.Namespace, tokens: int, new: int) -> None:
+    """Raises ValueError if so many prompt tokens and new ones exceed the target's positions.
+
+    The positions are an upper bound, which is read from the target's small files.
+    """
+    source = _target_source(args)
+    if gguf_header.is_gguf(source):
+        positions = gguf_header.named_positions(Path(source))
+    else:
+        positions = model_folder.named_positions(model_folder.settings_of(source)[1])
+    check_positions(tokens, new, positions)
+
+
 def _device(name: str | None) -> None:
     if name is None:
         return
     if _DEVICE.fullmatch(name) is None:
         raise ValueError(f"device={name!r} is unknown; use cpu or cuda")
-    if name.startswith("cuda") and (version := _torch_without_cuda()):
-        raise ValueError(
-            f"device={name!r}, but torch {version} is built without CUDA: install a build with it "
-            "(pytorch.org); or use device cpu"
-        )
-
-
-def _torch_without_cuda() -> str | None:
-    """Returns the version of torch if it is built without CUDA; None for other builds, or if this is
-    unknown.
-    """
-    found = importlib.util.find_spec("torch")
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    path = Path(places[0]) / "version.py" if places else None
-    if (
-        path is None
-        or not path.is_file()
-        or (spec := spec_from_file_location("_torch_version", path)) is None
-    ):
-        return None
-    version: Any = module_from_spec(spec)
-    try:
-        assert spec.loader is not None
-        spec.loader.exec_module(version)
-        built = version.cuda or getattr(version, "hip", None)
-        return None if built else str(version.__version__)
-    except Exception:  # a file of another package, whose form may change: the refusal then comes later
-        return None
 
 
 def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
@@ -238,7 +233,7 @@ def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     elif Path(args.dataset).suffix.lower() in ROWS and not Path(args.dataset).exists():
         raise FileNotFoundError(f"no such file: {args.dataset!r}")
     for tokens in lengths:
-        check_tokens(args, tokens, new)
+        _check_tokens(args, tokens, new)
 
 
 def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
@@ -246,7 +241,7 @@ def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     if args.dataset is None and lengths:
         _, texts = documents(args)
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if max(lengths) > size + SPECIAL:
+        if max(lengths) > size + _SPECIAL:
             raise ValueError(
                 f"a prompt of {max(lengths)} tokens cannot be cut from a text of {size} bytes; give a longer "
                 "text or shorter prompts"

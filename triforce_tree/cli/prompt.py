@@ -66,18 +66,6 @@ def _exists(path: str) -> bool:
         return False
 
 
-def characters(prompt: Prompt) -> str:
-    """Returns the text in a prompt, without the template of a chat."""
-    if isinstance(prompt, str):
-        return prompt
-    parts = []
-    for message in prompt:
-        content = message.get("content")
-        listed = content if isinstance(content, list) else [{"text": content}]
-        parts += [part.get("text") for part in listed if isinstance(part, dict)]
-    return "\n".join(part for part in parts if isinstance(part, str))
-
-
 def _messages(path: str) -> list[dict[str, Any]]:
     try:
         given = read_json(Path(path))

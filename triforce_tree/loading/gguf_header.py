@@ -88,24 +88,6 @@ def named_positions(path: Path) -> int | None:
     return None
 
 
-def vocabulary_of(path: Path) -> tuple[str, list[str]] | None:
-    """Returns the kind of the tokenizer in a GGUF file (``gpt2``, ``llama`` ...) and its tokens by id.
-
-    The result is None if the file has no tokenizer, or is damaged.
-
-    Raises:
-        FileNotFoundError, ValueError: as in :func:`tensor_count`.
-    """
-    model, entries = None, _counts(path)[1]
-    with suppress(*_DAMAGED):
-        for name, kind, content, at in _metadata(path, entries):
-            if (name, kind) == ("tokenizer.ggml.model", _STRING):
-                model = _string(content, at)[0].decode()
-            elif (name, kind) == ("tokenizer.ggml.tokens", _ARRAY) and model is not None:
-                return model, _strings(content, at)
-    return None
-
-
 class StoredTensor(NamedTuple):
     """A tensor of a GGUF file.
 
@@ -210,18 +192,6 @@ def _metadata(path: Path, entries: int) -> Iterator[tuple[str, int, mmap.mmap, i
 def _string(content: mmap.mmap, at: int) -> tuple[bytes, int]:
     (length,) = struct.unpack_from("<Q", content, at)
     return content[at + 8 : at + 8 + length], at + 8 + length
-
-
-def _strings(content: mmap.mmap, at: int) -> list[str]:
-    """Returns the array of strings at offset ``at``."""
-    of, count = struct.unpack_from("<IQ", content, at)
-    if of != _STRING:
-        raise ValueError(f"type {of}")
-    found, at = [], at + 12
-    for _ in range(count):
-        text, at = _string(content, at)
-        found.append(text.decode("utf-8", "replace"))
-    return found
 
 
 def _after(content: mmap.mmap, at: int, kind: int) -> int:
