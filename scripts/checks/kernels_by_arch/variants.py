@@ -13,9 +13,10 @@ from torch import Tensor
 
 from scripts.checks.kernels_by_arch import blocks as query_blocks
 from scripts.checks.kernels_by_arch import exact, linears, prefill
-from triforce_tree.kernels.attention import launch, merge
+from triforce_tree.kernels.attention import launch, merge, triton_backend
 from triforce_tree.kernels.attention.configs import choose as choose_attention
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask, plan_trees
+from triforce_tree.kernels.attention.prefixes import PrefixPlan
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 from triforce_tree.kernels.exchange import experts_kernels
@@ -50,9 +51,9 @@ def variants(device: Device) -> Iterator[Variant]:
     """Returns all variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from (Variant(*each) for each in linears.launches(device))
-    for always in (_exact, _int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _softmax, _exchange):
+    for always in (_exact, _int8, _prefixes, _merges, _kv_slots, _retrieval, _acceptance, _growth):
         yield from always()
-    for always in (_experts, _states):
+    for always in (_softmax, _exchange, _experts, _states):
         yield from always()
     for launches in (prefill.launches(), query_blocks.launches(WIDTHS)):
         yield from (Variant(*each) for each in launches)
@@ -99,6 +100,27 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     softcap, sinks = (5.0, torch.zeros(heads.query)) if kind == "window" else (None, None)
     params = AttentionParams(0.1, softcap=softcap, sinks=sinks)
     launch.prepare(plan, dtype, stored, page).run(q, KV(k, v, table, scales), params, first)
+
+
+def _prefixes() -> Iterator[Variant]:
+    """Kernels of many sequences in pages, which share prefixes: a launch for these, and one for the rest."""
+    for dtype, dim, queries, int8 in product((BF16, FP32), (64, 128, 256), (1, 8, 16), (False, True)):
+        if dtype == BF16 or (queries == 16 and not int8):
+            name = f"{NAMES[dtype]}, head_dim {dim}, 32 x {queries} x 4 rows"
+            yield Variant(
+                f"prefixes{', int8' * int8}, {name}", partial(_share, Heads(8, 2, dim), queries, dtype, int8)
+            )
+
+
+def _share(heads: Heads, queries: int, dtype: torch.dtype, int8: bool) -> None:
+    mask, batch, page = torch.ones(queries, queries, dtype=torch.bool), 32, _PAGES["pages"]
+    plan = PrefixPlan(heads, mask, batch, 6, _int32(batch), pack_mask(mask).repeat(batch, 1))
+    q = torch.zeros(batch * queries, heads.query, heads.dim, dtype=dtype)
+    stored = torch.int8 if int8 else dtype
+    k, v = (torch.zeros(8, heads.kv, page, heads.dim, dtype=stored) for _ in range(2))
+    scales = (torch.zeros(8, heads.kv, page, 1), torch.zeros(8, heads.kv, page, 1)) if int8 else None
+    attention = triton_backend.TritonBackend().prefixes(plan, dtype, stored, page)
+    attention.run(q, KV(k, v, _int32(batch, 8), scales), AttentionParams(0.1))
 
 
 def _exact() -> Iterator[Variant]:

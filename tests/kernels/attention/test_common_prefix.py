@@ -278,3 +278,21 @@ def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, name
         torch.testing.assert_close(out.cpu().float(), exact, **limit)
         torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-3, atol=1e-3)
     assert len(addresses) == 1
+
+
+@triton_ops.runs_kernels
+@pytest.mark.parametrize("name", ["disjoint", "none"])
+def test_segments_without_queries_have_no_work(name: str) -> None:
+    """A plan has segments for the most prefixes that sequences may share, which are few in most passes."""
+    triton_ops.require_triton()
+    heads, lengths, mask = HEADS["GQA"], [9, 0, 40, 3, 17], tree_mask(4, 4, 3)
+    made = Problem(heads, GROUPS[name], lengths, 4, 4, torch.float32, 3)
+    plan = plan_of(heads, mask, made, lengths, 3, triton_ops.DEVICE)
+    attention = backend("triton").prefixes(plan, made.q.dtype, made.q.dtype, PAGE)
+    bounds = attention.shared.bounds.fill_(-1)
+    q, k, v, table = (t.to(plan.own.device) for t in (made.q, *made.kv, made.table))
+    attention.states(q, KV(k, v, table), AttentionParams(0.4))
+    used = len(made.segments) * heads.kv
+    assert len(bounds) == 3 * 5 * heads.kv
+    assert (bounds[:used] >= 0).all()
+    assert (bounds[used:] == -1).all()

@@ -52,7 +52,7 @@ def cut_evenly(total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
     aligned = (total < ALIGN * slices) & (slices >= KV_HEADS)
     groups = tl.where(aligned, KV_HEADS, 1)
     size = total // groups
-    cuts = tl.minimum(slices // groups, size)
+    cuts = tl.maximum(tl.minimum(slices // groups, size), 1)
     share = size // cuts
     return groups, size, cuts, share, size - share * cuts
 

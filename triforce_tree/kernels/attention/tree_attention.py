@@ -135,7 +135,9 @@ def tree_attention_kernel(
             lows = tl.load(low_ptr + all_segments, mask=exists, other=0)
             highs = tl.load(high_ptr + all_segments, mask=exists, other=0)
         _, fulls, _, _, edges_of, _, _ = spans(lengths, tails, lows, highs, BLOCK_N, EDGE, WINDOW)
-        sizes = tl.where(exists, fulls + edges_of, 0) * KV_HEADS
+        # Segments without queries, which come last, have no tile.
+        counts = tl.load(segments_ptr + 4 * segments + all_segments, mask=exists, other=0)
+        sizes = tl.where(counts > 0, fulls + edges_of, 0) * KV_HEADS
         total = tl.sum(sizes)
 
     at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0)
