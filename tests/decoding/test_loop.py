@@ -83,3 +83,28 @@ def test_a_sequence_that_joins_takes_the_row_of_one_that_has_ended() -> None:
     assert third.index == 0
     assert [each.new for each in (first, second, third)] == references(new=[3, NEW[1], NEW[2]])
     assert [each.finish_reason for each in (first, second, third)] == ["length"] * 3
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_sequence_that_ends_during_a_pass_gets_no_token_of_it(levels: int) -> None:
+    """The others get theirs, and a later sequence takes its place."""
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 2)
+    first, second, third = sequences_of(PROMPTS, NEW)
+    loop = DecodingLoop.over(program, GREEDY, 0)
+    loop.begin([first, second])
+    loop.step()
+    before, other = list(first.new), len(second.new)
+
+    def meanwhile() -> None:
+        assert (first.new, len(second.new)) == (before, other), "the pass has no result yet"
+        loop.end(first)
+
+    [(only, new)] = loop.step(None, meanwhile)
+    assert only is second
+    assert new
+    assert (first.new, first.finish_reason) == (before, "stop")
+    loop.add(third)
+    for _ in loop.decode():
+        pass
+    assert [second.new, third.new] == references()[1:]
+    assert first.new == before == references()[0][: len(before)]

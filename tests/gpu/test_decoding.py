@@ -1,7 +1,7 @@
 """Decoding with the embedded pair: greedy text, the distribution of sampled tokens, seeds and memory."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from triforce_tree import Engine
 from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
 from triforce_tree.check.losslessness import uncertain_contexts
 from triforce_tree.config import load_arguments
+from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.gpu
@@ -111,3 +112,41 @@ def test_a_seed_repeats_a_long_text_and_memory_stays(engine: Engine) -> None:
         texts.append(out.sequences.tolist())
     assert texts[0] == texts[1]
     assert max(memory.readings) - memory.readings[0] < 1 << 20
+
+
+class Leaving(TokenStreamer):
+    """Keeps the tokens that it gets, and ends its text after so many of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.tokens, self.ended = most, list[int](), False
+
+    def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
+        assert not self.tokens
+
+    def put_tokens(self, tokens: Sequence[int]) -> bool:
+        assert len(self.tokens) < self.most
+        assert not self.ended
+        self.tokens += tokens
+        return len(self.tokens) >= self.most
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_streamers_get_the_tokens_of_their_texts(levels: int) -> None:
+    """They get those of a pass while the next one runs, and end their texts then."""
+    engine, text = pair_on(DEVICE, torch.float32, **FIXED), long_text()
+    engine = engine.with_options(**load_arguments({"levels": levels}))
+    prompts = [text[1000 * i : 1000 * i + 700] for i in range(4)]
+    options = {"max_new_tokens": 60, "do_sample": False}
+    plain = engine.generate(prompts, **options)
+    streamers = [Leaving(most) for most in (5, 1000, 30, 1000)]
+    out = engine.generate(prompts, streamer=streamers, **options)
+    assert out.finish_reason == ["stop", "length", "stop", "length"]
+    for row, expected, new, streamer in zip(
+        out.sequences.tolist(), plain.sequences.tolist(), out.new_tokens, streamers, strict=True
+    ):
+        assert streamer.ended
+        assert new == len(streamer.tokens)
+        assert row[700 : 700 + new] == streamer.tokens == expected[700 : 700 + new]

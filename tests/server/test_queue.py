@@ -272,7 +272,7 @@ def test_seeded_texts_are_those_of_a_lone_request(
 
     alone = {seed: ask(seed) for seed in (1, 2, 3)}
     assert len(set(alone.values())) == 3
-    put, passes, go = TextStream.put, [0], threading.Event()
+    put, passes, go = TextStream.put_tokens, [0], threading.Event()
     batches: list[int] = []
 
     def slowly(stream: TextStream, value: Any) -> bool:
@@ -290,7 +290,7 @@ def test_seeded_texts_are_those_of_a_lone_request(
             taken.append(sequence.seed)
         return sequence
 
-    monkeypatch.setattr(TextStream, "put", slowly)
+    monkeypatch.setattr(TextStream, "put_tokens", slowly)
     monkeypatch.setattr(Scheduler, "joining", counted)
     with ThreadPoolExecutor(4) as pool, released(go):
         first = pool.submit(ask, None, 60)
@@ -336,7 +336,7 @@ def test_a_full_queue_says_when_to_ask_again(client: openai.OpenAI, engine: Engi
 def test_a_shutdown_lets_texts_end_or_tells_their_clients(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
-    put, leaving, ends = TextStream.put, threading.Event(), seconds == PATIENCE
+    put, leaving, ends = TextStream.put_tokens, threading.Event(), seconds == PATIENCE
     asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
 
     def waits(stream: TextStream, value: Any) -> bool:
@@ -347,7 +347,7 @@ def test_a_shutdown_lets_texts_end_or_tells_their_clients(
                 until(stream._cancelled)
         return put(stream, value)
 
-    monkeypatch.setattr(TextStream, "put", waits)
+    monkeypatch.setattr(TextStream, "put_tokens", waits)
     with released(leaving), ThreadPoolExecutor(1) as pool:
         with serving(create_app(engine, Served(NAME, KEY, LIMITS)), seconds) as (url, server):
             client = client_of(url)

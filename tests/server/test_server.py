@@ -157,7 +157,7 @@ def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Eng
 def test_a_client_that_leaves_ends_its_text(
     client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, left = TextStream.put, threading.Event()
+    put, left = TextStream.put_tokens, threading.Event()
 
     def after_it_has_left(stream: TextStream, value: torch.Tensor) -> bool:
         """Delays the second pass until the server has noticed that the client has disconnected."""
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_ends_its_text(
             until(stream._cancelled)
         return put(stream, value)
 
-    monkeypatch.setattr(TextStream, "put", after_it_has_left)
+    monkeypatch.setattr(TextStream, "put_tokens", after_it_has_left)
     before, cancelled = metric(url, "new_tokens_total"), metric(url, 'sequences_total{outcome="cancelled"}')
     stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=500, temperature=0, stream=True)
     next(iter(stream))

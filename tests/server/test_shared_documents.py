@@ -38,7 +38,7 @@ def test_a_document_is_stored_once_for_clients_that_join(
     texts = [expected(small, prompt, 12) for prompt in prompts]
     count = len(tokenizer(prompts[0])["input_ids"])
     shared = len(tokenizer(document)["input_ids"]) // CHUNK * CHUNK
-    put, go, passes = TextStream.put, threading.Event(), 0
+    put, go, passes = TextStream.put_tokens, threading.Event(), 0
 
     def slowly(stream: TextStream, value: Any) -> bool:
         nonlocal passes
@@ -47,7 +47,7 @@ def test_a_document_is_stored_once_for_clients_that_join(
             go.wait(PATIENCE)
         return put(stream, value)
 
-    monkeypatch.setattr(TextStream, "put", slowly)
+    monkeypatch.setattr(TextStream, "put_tokens", slowly)
     limits = Limits(batch=CLIENTS, batch_tokens=2 * count, new_tokens=64)
     found: list[tuple[float, float, float]] = []
     with serving(create_app(small, Served(NAME, KEY, limits))) as (url, _):
@@ -67,7 +67,7 @@ def test_a_document_is_stored_once_for_clients_that_join(
             until(lambda: passes >= 3)
             others = [pool.submit(ask, prompt) for prompt in prompts[1:]]
             until(lambda: metric(url, "waiting_sequences ") == CLIENTS - 1)
-            monkeypatch.setattr(TextStream, "put", look)
+            monkeypatch.setattr(TextStream, "put_tokens", look)
             go.set()
             answers = [first.result(PATIENCE), *(other.result(PATIENCE) for other in others)]
         assert answers == texts

@@ -63,7 +63,7 @@ def test_pieces_are_the_text_whatever_the_passes_are(kind: str) -> None:
     for number, (prompt, new) in enumerate(cases(kind)):
         draw = random.Random(number)
         pieces: list[str] = []
-        stream = TextStream(tokenizer, (), pieces.append, lambda: False)
+        stream = TextStream(Vocabulary(tokenizer), (), pieces.append, lambda: False)
         stream.put_prompt(prompt, frozenset())
         at = 0
         while at < len(new):

@@ -206,6 +206,11 @@ class DecodingLoop:
             return []
         return [b for b, s in enumerate(self.sequences) if s is None or s.finish_reason is not None]
 
+    @property
+    def prefills(self) -> bool:
+        """Returns whether the next step begins with prompts or another program, and not with a pass."""
+        return self._places is not None or not self._prefilled or bool(self.unread)
+
     def begin(self, sequences: ByIndex, cached: bool = False) -> None:
         """Begins with other sequences at these batch indices, and prefills their prompts.
 
@@ -249,12 +254,13 @@ class DecodingLoop:
         self.sequences += [None] * (places - len(self.sequences))
         self._places = places
 
-    def step(self, observe: Observer | None = None) -> Fresh:
+    def step(self, observe: Observer | None = None, meanwhile: Callable[[], None] | None = None) -> Fresh:
         """Prefills chunks of the sequences that have joined, makes a pass of the others, and appends its
         tokens.
 
         Args:
             observe: called after the pass. If memory runs out in it, the pass is repeated.
+            meanwhile: called once a GPU computes the pass. A sequence that it ends gets none of its tokens.
 
         Returns:
             the sequences that got new tokens, and these tokens; nothing if no prompt is prefilled yet.
@@ -272,7 +278,8 @@ class DecodingLoop:
                 elif not self._prefilled:
                     self._prefill()
                 self._join()
-                return self._pass(observe) if any(self._decoding) else []
+                running = self._decoding
+                return self._pass(running, observe, meanwhile) if any(running) else []
             except torch.OutOfMemoryError as error:
                 out_of_memory = error
             give_way(out_of_memory, self._shrink)
@@ -520,12 +527,13 @@ class DecodingLoop:
 
     # A pass
 
-    def _pass(self, observe: Observer | None) -> Fresh:
-        """Makes one pass, and appends its tokens."""
+    def _pass(
+        self, running: ByIndex, observe: Observer | None, meanwhile: Callable[[], None] | None
+    ) -> Fresh:
+        """Makes one pass of the running sequences, and appends its tokens."""
         program, clock, chooser = self.program, self._clock, self.chooser
         try:
             start = time.perf_counter() - program.capture_seconds  # no decoding
-            running = self._decoding
             texts = [s.tokens if s is not None else None for s in running]
             longest = max(map(len, self._texts()))
             if self._masked and program.drafter is not None:
@@ -544,13 +552,17 @@ class DecodingLoop:
                 if self.after_stage is not None:
                     self.after_stage(name)
                 clock.mark(level)
-            report: list[list[int]] = program.state.pass_results().tolist()
+            if meanwhile is not None:
+                meanwhile()
+            results = program.state.pass_results().cpu()
+            # Of a plain pass, only the columns that it writes.
+            report: list[list[int]] = (results[:, :5] if kind == PLAIN else results).tolist()
             if kind.levels == 3:
                 program.state.retrieval_emitted.zero_()
-            tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+            tokens = [row[4 : 4 + row[0]] for row in report]
             program.cache.committed(tokens, with_means=kind.levels == 3)
             self.passes[kind] += 1
-            fresh = self._append(running, report, observe)
+            fresh = self._append(running, report, tokens, observe)
             seconds = clock.seconds()
             # The drafter catches up with the tokens of passes without its trees.
             without = kind == PLAIN or chooser.matched(kind)
@@ -593,15 +605,17 @@ class DecodingLoop:
             self._clock.mark("capture")
         return kind
 
-    def _append(self, running: ByIndex, report: list[list[int]], observe: Observer | None) -> Fresh:
-        """Appends the tokens of a pass to the running sequences, each up to its end."""
+    def _append(
+        self, running: ByIndex, report: list[list[int]], tokens: Texts, observe: Observer | None
+    ) -> Fresh:
+        """Appends the tokens of a pass to the sequences that still run, each up to its end."""
         fresh: Fresh = []
-        for sequence, (count, _, _, has_nan, *tokens) in zip(running, report, strict=True):
-            if has_nan:
-                own = sequence.to_probs if sequence is not None else None
-                raise ValueError((own or self._to_probs).nan_error)
-            if sequence is not None and count:
-                fresh.append((sequence, sequence.append(tokens[:count])))
+        if report[0][3]:
+            own = running[0].to_probs if running[0] is not None else None
+            raise ValueError((own or self._to_probs).nan_error)
+        for sequence, new in zip(running, tokens, strict=True):
+            if sequence is not None and new and sequence.finish_reason is None:
+                fresh.append((sequence, sequence.append(new)))
         if observe is not None:
             try:
                 observe(fresh, self.emitted_logits)
@@ -624,13 +638,14 @@ class DecodingLoop:
         Args:
             seconds: the seconds of its stages.
         """
+        emitted = 0
         for sequence, new in fresh:
             assert sequence.index is not None
             committed, proposed, *_ = report[sequence.index]
             sequence.target.add(1, proposed, committed - 1, len(new), 0.0)
-        ran = [row for row in report if row[0] > 0]
-        count, proposed, gathered = (sum(row[i] for row in ran) for i in range(3))
-        emitted = sum(len(new) for _, new in fresh)
+            emitted += len(new)
+        ran = [row[:3] for row in report if row[0] > 0]
+        count, proposed, gathered = map(sum, zip(*ran, strict=True)) if ran else (0, 0, 0)
         self._levels[-1].add(len(ran), proposed, count - len(ran), emitted, seconds["target"])
         if trees := kind.rounds * len(ran):
             forwards, tokens = (len(ran) * number for number in self.program.drafted(*kind))

@@ -5,6 +5,7 @@ are a function of the preceding tokens, and so honest without a distribution. Oc
 host before the pass is chosen, so that their lengths can be taken into account (``policy/pass_policy.py``).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -164,7 +165,8 @@ class SuffixIndex:
         # The last n-gram is left out: it is no earlier occurrence of itself.
         hashes = _hashes(np.asarray(self._text[:-1], dtype=np.uint64))
         order = np.argsort(hashes, kind="stable")
-        self._sorted, self._ends = hashes[order], order + SHORTEST
+        # Their elements are read one by one, which takes longer in arrays.
+        self._sorted, self._ends = hashes[order].data, (order + SHORTEST).data
 
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether the indexed text is not empty and is a prefix of ``tokens``."""
@@ -208,10 +210,11 @@ class SuffixIndex:
         wanted = 0
         for token in gram:
             wanted = (wanted * _FACTOR + token) % _MODULUS
-        at = int(self._sorted.searchsorted(np.uint64(wanted), side="right")) - 1
+        # numpy's search releases Python's lock, which another thread may then keep for a while.
+        at = bisect_right(self._sorted, wanted) - 1
         if at < 0 or self._sorted[at] != wanted:
             return 0
-        end = int(self._ends[at])
+        end = self._ends[at]
         return end if tuple(self._text[end - SHORTEST : end]) == gram else 0
 
 

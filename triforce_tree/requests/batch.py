@@ -17,6 +17,7 @@ from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
+from triforce_tree.text.vocabulary import Vocabulary
 
 # More than any option demands as the fewest new tokens.
 _MANY = 1 << 30
@@ -46,10 +47,15 @@ class Batch:
         pool: BatchPool | None,
     ) -> None:
         self._request, self._how, self._loop, self._pool = request, request.how, loop, pool
-        self._tokenizer, self._hierarchy = tokenizer, hierarchy
+        self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        self._hierarchy = hierarchy
         self._waiting, self._count = deque(waiting), len(request.sequences)
         wanted = request.outputs or self._how.joining is not None
         self._scores = EmittedScores(request, hierarchy.offloads) if wanted else None
+        # The sequences that have begun and whose outputs are not made yet.
+        self._begun = [each for each in request.sequences if each not in self._waiting]
+        # New tokens that their streamers have not received yet, and what proposed them.
+        self._unsent: list[tuple[Sequence, list[int], list[str]]] = []
         # Maps the id of options to these options, and to whether prompts with them may join.
         self._known: dict[int, tuple[Mapping[str, Any], bool]] = {}
         # Passes in a row for which fewer places would do; and places beside which memory is short for more.
@@ -58,29 +64,35 @@ class Batch:
     def decode(self) -> GenerateOutput:
         """Decodes all sequences. Returns the output of the request's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
-        observe, newest = (None, None) if scores is None else (scores.add, scores.newest)
+        observe = None if scores is None else scores.add
         origins = Origins(loop)
         streamers.begin(self._request.input_ids, self._request.sequences)
         try:
             while loop.running:
                 loop.after_stage = origins if streamers.want_origins else None
-                fresh = loop.step(observe)
+                fresh = loop.step(observe, self._send)
                 names = origins.take()
-                for sequence, tokens in fresh:
-                    if names and sequence.index is not None:
-                        streamers.put_origins(sequence.number, names[sequence.index][: len(tokens)])
-                    if streamers.put(sequence.number, tokens, newest):
+                self._unsent = [
+                    (each, new, names[each.index][: len(new)] if names and each.index is not None else [])
+                    for each, new in fresh
+                ]
+                if not self._may_send_later():
+                    self._send()
+                for sequence in loop.unread:
+                    if streamers.wants_end(sequence.number):
                         loop.end(sequence)
-                stopped = [each for each in loop.unread if streamers.wants_end(each.number)]
-                for sequence in stopped:
-                    loop.end(sequence)
                 if self._how.joining is not None:
                     self._resize(self._how.joining)
-                for sequence in [*stopped, *(sequence for sequence, _ in fresh)]:
-                    if sequence.finish_reason is not None:
-                        self._ended(sequence)
+                if loop.prefills:
+                    self._send()
+                for sequence in [each for each in self._begun if each.finish_reason is not None]:
+                    self._begun.remove(sequence)
+                    self._ended(sequence)
                 while loop.free and (following := self._next()) is not None:
+                    self._begun.append(following)
                     loop.add(following)
+                if loop.prefills:
+                    self._send()
         finally:
             loop.close()
         # The scores of each sequence were passed to ``joining``.
@@ -90,6 +102,23 @@ class Batch:
             loop.levels, loop.prefill_seconds, loop.decode_seconds
         )  # fmt: skip
         return out
+
+    def _may_send_later(self) -> bool:
+        """Returns whether streamers may receive the new tokens while a GPU computes the next pass, which then
+        begins earlier. A sequence that its streamer ends makes one pass more, so a single one does not wait.
+        """
+        go_on = all(sequence.finish_reason is None for sequence, _, _ in self._unsent)
+        return go_on and len(self._loop.running) > 1 and self._loop.program.device.type == "cuda"
+
+    def _send(self) -> None:
+        """Sends new tokens to the streamers, and ends the sequences whose streamers demand it."""
+        streamers, newest = self._how.streamers, None if self._scores is None else self._scores.newest
+        unsent, self._unsent = self._unsent, []
+        for sequence, tokens, names in unsent:
+            if names:
+                streamers.put_origins(sequence.number, names)
+            if streamers.put(sequence.number, tokens, newest):
+                self._loop.end(sequence)
 
     def _resize(self, joining: Joining) -> None:
         """Gives the batch as many places as are wanted, if memory suffices; fewer ones only after a while."""
@@ -178,4 +207,4 @@ class Batch:
         """Returns the output of some sequences, which begins with their prompts ``input_ids`` ``[B, W]``."""
         found = scores.results([sequence.number for sequence in sequences]) if scores is not None else {}
         seconds = self._loop.program.capture_seconds
-        return output_of(input_ids, sequences, self._request.pad_token, self._tokenizer, seconds, found)
+        return output_of(input_ids, sequences, self._request.pad_token, self._vocabulary, seconds, found)

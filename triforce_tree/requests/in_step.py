@@ -29,6 +29,7 @@ from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forw
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
 from triforce_tree.runtime import distributed
+from triforce_tree.text.vocabulary import Vocabulary
 
 
 def decode_in_step(
@@ -67,14 +68,15 @@ def decode_in_step(
         passes.forget()
         raise
     padding, seconds = request.pad_token, passes.capture_seconds
+    texts = None if tokenizer is None else Vocabulary(tokenizer)
     for sequence, reused in zip(sequences, passes.reused or (), strict=True):
         sequence.reused, sequence.prefill_seconds = reused, passes.prefill_seconds
         sequence.decode_seconds = time.perf_counter() - start - passes.prefill_seconds
         if how.joining is not None:
             ids = request.given_ids.new_tensor([sequence.prompt])
-            how.joining.ended(sequence.number, output_of(ids, [sequence], padding, tokenizer, seconds, {}))
+            how.joining.ended(sequence.number, output_of(ids, [sequence], padding, texts, seconds, {}))
     scores = {} if followed.scores is None else followed.scores.results(range(len(sequences)))
-    return output_of(request.given_ids, sequences, padding, tokenizer, seconds, scores)
+    return output_of(request.given_ids, sequences, padding, texts, seconds, scores)
 
 
 def check_in_step(target: HFModel, request: Request, why: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from triforce_tree.decoding.sequence import Sequence
@@ -70,7 +69,7 @@ def output_of(
     input_ids: Tensor,
     sequences: Sequences[Sequence],
     padding: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: Vocabulary | None,
     capture_seconds: float,
     scores: Mapping[str, Any],
 ) -> GenerateOutput:
@@ -79,13 +78,13 @@ def output_of(
     Args:
         input_ids: the prompts as the output begins with them, int64 ``[B, W]``.
         padding: the token that fills shorter sequences.
+        vocabulary: decodes the texts; None for no texts.
         scores: the values of ``logits``, ``scores`` and ``logprobs``, as far as they were requested.
     """
     new = [sequence.new for sequence in sequences]
     levels: list[LevelStats] = []
     for sequence in sequences:
         levels = added(levels, [sequence.target])
-    vocabulary = tokenizer and Vocabulary(tokenizer)
     texts = vocabulary and [
         new_text(vocabulary, sequence.prompt, tokens, sequence.ending.stop_tokens)
         for sequence, tokens in zip(sequences, new, strict=True)

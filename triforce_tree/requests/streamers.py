@@ -119,6 +119,8 @@ class Streamers:
         streamer = self._streamers[number] if self._streamers else None
         if newest is not None and (put_scores := getattr(streamer, "put_scores", None)):
             put_scores(newest(number, len(tokens)))
+        if isinstance(streamer, TokenStreamer):
+            return streamer.put_tokens(tokens)
         # The streamers of transformers return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 

@@ -38,13 +38,13 @@ class SequenceState:
         runner_ups: int64 ``[B, max_draft_tokens + extra]``, the retrieval model's second choice for each
             token of the chain, -1 if there is none.
         active: int64 ``[B]``, 0 for a sequence that has ended, to which nothing is committed any more.
-        new_tokens: int64 ``[B, F]``. The last pass committed the first ``count`` of them.
         count, proposed, retrieval_emitted: int64 ``[B]``: the number of tokens that the last pass committed,
             of draft tokens that it verified, and of tokens that the retrieval model emitted in it.
+        has_nan: int64 ``[]``, 1 if logits contained NaN.
+        new_tokens: int64 ``[B, F]``. The last pass committed the first ``count`` of them.
         features: hidden states of the target for the newest positions before ``end``, where the state at
             position p gave the token at p + 1. With levels=3 those of the chain are from the retrieval model
             until the target has verified it. None if the drafter reads none; see :meth:`newest_features`.
-        has_nan: bool ``[]``, whether logits contained NaN.
         made_up: whether the sequences are made-up ones for a trial run, with tokens not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
@@ -74,10 +74,10 @@ class SequenceState:
         self.chain_probs = torch.zeros(batch, rows, vocabulary, dtype=torch.float32, device=device)
         self.runner_ups = zeros(batch, max_draft_tokens + extra)
         self.active = torch.ones_like(self.length)
-        self.new_tokens, self.count = zeros(batch, max_draft_tokens + extra + 1), zeros(batch)
-        self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
+        self._results = zeros(batch, max_draft_tokens + extra + 5)
+        self.count, self.proposed, self.retrieval_emitted = self._results[:, :3].unbind(1)
+        self.has_nan, self.new_tokens = self._results[0, 3], self._results[:, 4:]
         self.features = features
-        self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
         self.made_up = False
         self.recurrent: list[Tensor] = []
 
@@ -119,10 +119,9 @@ class SequenceState:
         """Returns everything that the host reads after a pass in one tensor, so that one copy is enough.
 
         It is int64 ``[B, F + 4]`` with the columns ``count``, ``proposed``, ``retrieval_emitted``,
-        ``has_nan`` and ``new_tokens``.
+        ``has_nan``, which is in the first row alone, and ``new_tokens``. The next pass overwrites it.
         """
-        columns = [self.count, self.proposed, self.retrieval_emitted, self.has_nan.expand(self.batch).long()]
-        return torch.cat([torch.stack(columns, 1), self.new_tokens], 1)
+        return self._results
 
     def check_nan(self, numbers: Tensor) -> None:
         """Sets ``has_nan`` if any number ``[B, ...]`` of a sequence that runs is NaN. The host reads it once

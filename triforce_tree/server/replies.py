@@ -22,6 +22,14 @@ class Piece(NamedTuple):
     logprobs: Sequences[TokenLogprobs] = ()
     levels: Sequences[LevelText] = ()
 
+    def joined(self, later: "Piece") -> "Piece":
+        """Returns this piece and the one after it as one."""
+        return Piece(
+            self.text + later.text,
+            [*self.logprobs, *later.logprobs],
+            [*self.levels, *later.levels],
+        )
+
 
 _NOTHING = Piece("")
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
-
 from triforce_tree.check.own_forward import alternatives
 from triforce_tree.engine import Engine
 from triforce_tree.grammar import Grammar
@@ -28,6 +26,7 @@ from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.server.errors import LateError
 from triforce_tree.server.fair_queue import FairQueue
 from triforce_tree.server.text_stream import TextStream
+from triforce_tree.text.vocabulary import Vocabulary
 
 _LOG = logging.getLogger(__name__)
 # Sequences that are decoded together by default.
@@ -167,8 +166,8 @@ class _OwnStream(TokenStreamer):
     def wants_end(self) -> bool:
         return self._stream.wants_end()
 
-    def put(self, value: Tensor) -> bool:
-        return self._tried(self._stream.put, value) is not False
+    def put_tokens(self, tokens: Sequences[int]) -> bool:
+        return self._tried(self._stream.put_tokens, tokens) is not False
 
     def put_origins(self, names: Sequences[str]) -> None:
         self._tried(self._stream.put_origins, names)
@@ -259,6 +258,8 @@ class Scheduler:
         self.limits, kind = limits, engine.target.device.type
         self.batch = limits.batch or _BATCH[kind]
         self.batch_tokens = limits.batch_tokens or _TOKENS[kind]
+        assert engine.tokenizer is not None
+        self._vocabulary = Vocabulary(engine.tokenizer)
         self._searched = time.monotonic()
         self._queue: FairQueue[ServedText] = FairQueue(
             lambda sequence: sequence.client, lambda sequence: len(sequence.prompt)
@@ -379,14 +380,12 @@ class Scheduler:
         )
 
     def _begin(self, sequence: ServedText) -> None:
-        tokenizer = self.engine.tokenizer
-        assert tokenizer is not None
         self._queue.begin(sequence)
         sequence.end_waiting()
         sequence.stream = TextStream(
-            tokenizer, sequence.stop, sequence.emit, lambda: self._over(sequence), sequence.alternatives,
-            partial(self._decoded, sequence), sequence.levels, sequence.settings.get("min_new_tokens") or 0,
-            sequence.shown,
+            self._vocabulary, sequence.stop, sequence.emit, lambda: self._over(sequence),
+            sequence.alternatives, partial(self._decoded, sequence), sequence.levels,
+            sequence.settings.get("min_new_tokens") or 0, sequence.shown,
         )  # fmt: skip
         self.running += 1
 

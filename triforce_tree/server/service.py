@@ -16,6 +16,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.grammar import EBNF
 from triforce_tree.server.errors import LateError, client_message
 from triforce_tree.server.metrics import Metrics
+from triforce_tree.server.outbox import Outbox, Pieces
 from triforce_tree.server.protocol import CompletionRequest
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Answered, Read, Route
@@ -28,8 +29,6 @@ from triforce_tree.verify.draws import sequence_seed
 ENDING = "the server is shutting down; ask again"
 # Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
-# Elements: the index of a text, a piece of it, and whether it is the last one.
-_Pieces = asyncio.Queue[tuple[int, Piece, bool]]
 _Emit = Callable[[int, ServedText, str | None], None]
 
 
@@ -50,6 +49,7 @@ class Service:
         assert engine.tokenizer is not None
         self.engine, self.name, self.scheduler, self.metrics = engine, name, scheduler, metrics
         self.readers = readers
+        self._outbox: Outbox | None = None
 
     async def answer(self, body: bytes, route: Route, request: Request) -> Response:
         """Returns a whole reply or a stream of chunks.
@@ -60,8 +60,10 @@ class Service:
         read = await self.readers.read(body, route)
         if isinstance(read, Answered):
             return Response(await asyncio.to_thread(_encoded, read.body), media_type="application/json")
-        pieces = _Pieces()
-        emit = _emitter(pieces, asyncio.get_running_loop())
+        pieces = Pieces()
+        if self._outbox is None:
+            self._outbox = Outbox(asyncio.get_running_loop())
+        emit = _emitter(pieces, self._outbox, read.asked.stream)
         # This runs in a thread, because lists of millions of tokens and compiling a grammar would block the
         # event loop.
         sequences = await asyncio.to_thread(self._sequences, read, emit)
@@ -93,7 +95,7 @@ class Service:
         encoded = await asyncio.to_thread(lambda: _encoded(reply.whole(sequences)))
         return Response(encoded, media_type="application/json")
 
-    async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: _Pieces) -> AsyncIterator[str]:
+    async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: Pieces) -> AsyncIterator[str]:
         """Yields the server-sent events of a stream."""
         for event in reply.begin(len(sequences)):
             yield reply.encoded(event)
@@ -198,15 +200,18 @@ def _unheard(text: str | None) -> None:
     """Ignores text; the placeholder for ``Sequence.emit`` until it is set."""
 
 
-def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
-    """Returns a function that the decoding thread calls to put pieces of text into the queue ``pieces``."""
+def _emitter(pieces: Pieces, outbox: Outbox, stream: bool) -> _Emit:
+    """Returns a function that the decoding thread calls with pieces of text, which come into ``pieces``.
+
+    Args:
+        stream: whether the reply has pieces. Otherwise only the ends of the texts are of interest.
+    """
 
     def emit(index: int, sequence: ServedText, text: str | None) -> None:
-        stream = sequence.stream
-        scores = ([], []) if stream is None else (stream.take_logprobs(), stream.take_levels())
-        # The event loop may have ended with the server.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, Piece(text or "", *scores), text is None))
+        if text is None or stream:
+            of = sequence.stream
+            scores = ([], []) if of is None else (of.take_logprobs(), of.take_levels())
+            outbox.put(pieces, index, Piece(text or "", *scores), text is None)
 
     return emit
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.text.new_text import NewText
@@ -65,7 +64,7 @@ class TextStream(TokenStreamer):
     """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
 
     Args:
-        tokenizer: the target's tokenizer.
+        vocabulary: that of the target's tokenizer.
         stop: strings before which the text ends.
         emit: a callback for each piece of text, called in the thread of the generation.
         cancelled: returns whether the generation should end because nobody waits for the text.
@@ -87,7 +86,7 @@ class TextStream(TokenStreamer):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: Vocabulary,
         stop: Sequence[str],
         emit: Callable[[str], None],
         cancelled: Callable[[], bool],
@@ -100,7 +99,7 @@ class TextStream(TokenStreamer):
         self._passed, self.wants_origins, self._shown = passed, wants_origins, shown
         self._origins: list[str] = []
         self._levels: list[LevelText] = []
-        self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
+        self._vocabulary, self._stop = vocabulary, tuple(stop)
         self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
         self._least, self._echoed = least, 0
         self._new = NewText(self._vocabulary, (), (), self._stop, shown)
