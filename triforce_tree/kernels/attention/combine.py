@@ -26,6 +26,8 @@ def combine_kernel(
     owner_start_ptr,  # int32 [queries + 1]
     owners_ptr,  # int32
     sinks_ptr,  # [H_q]
+    other_ptr,  # [queries, H_q, D_v], attention to other positions, if OTHER
+    other_lse_ptr,  # fp32 [queries, H_q]
     max_query_rows,
     segments,
     slices,
@@ -40,6 +42,7 @@ def combine_kernel(
     ALIGN: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    OTHER: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,6 +77,14 @@ def combine_kernel(
     best = tl.full([], float("-inf"), REAL)
     weight = tl.full([], 0.0, REAL)
     acc = tl.zeros([BLOCK_D], REAL)
+    result = token.to(tl.int64) * KV_HEADS * GROUP + q_head
+    if OTHER:
+        best = tl.load(other_lse_ptr + result).to(REAL) * 1.4426950408889634
+        seen = best > float("-inf")
+        weight = tl.where(seen, 1.0, 0.0).to(REAL)
+        acc = tl.load(other_ptr + result * DIM + columns, mask=inside, other=0.0).to(REAL)
+        # The output may be NaN where nothing is seen.
+        acc = tl.where(seen, acc, 0.0)
     for index in range(owner, last_owner):
         if SINGLE:
             segment, first_query, earlier_queries = 0, 0, 0
@@ -121,6 +132,5 @@ def combine_kernel(
     total = tl.where(
         empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453
     )
-    row = token.to(tl.int64) * KV_HEADS * GROUP + q_head
-    tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + row, total)
+    tl.store(out_ptr + result * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + result, total)

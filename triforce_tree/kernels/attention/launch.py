@@ -25,7 +25,6 @@ from triforce_tree.kernels.attention.configs import (
     value_columns,
 )
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
-from triforce_tree.kernels.attention.reference import merge_pair
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -78,9 +77,18 @@ class TritonAttention(_Launched):
         return replace(self, plan=plan)
 
     def states(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+        self,
+        q: Tensor,
+        kv: KV,
+        params: AttentionParams,
+        first: Tensor | FirstVisible | None = None,
+        other: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``backend.Attention``; ``first`` may also be an integer tensor ``[queries]``.
+
+        Args:
+            other: what ``states`` has returned for the same queries and other positions; the result is that
+                for both.
 
         Raises:
             ValueError: a tensor does not fit the plan, or the kernels do not support its layout.
@@ -105,9 +113,11 @@ class TritonAttention(_Launched):
             first = first.to(torch.int32)
             low, high = _bounds(first, plan)
         k_scale, v_scale = kv.scales or (None, None)
+        other_out, other_lse = other or (None, None)
         return _run(
             q, kv.k, kv.v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, kv.table,
-            first, low, high, params.sinks, k_scale, v_scale, self.partial_out, self.partial_lse, self.bounds,
+            first, low, high, params.sinks, k_scale, v_scale, other_out, other_lse,
+            self.partial_out, self.partial_lse, self.bounds,
             params.scale, params.softcap or 0.0, heads.kv, self.slices, plan.max_queries,
             numbers(self.config),
         )  # fmt: skip
@@ -115,7 +125,7 @@ class TritonAttention(_Launched):
 
 @dataclass(frozen=True)
 class PrefixAttention(_Launched):
-    """Attention with a ``PrefixPlan``: the parts of each query are merged by their log-sum-exps.
+    """Attention with a ``PrefixPlan``, whose second launch merges the parts of each query.
 
     Attributes:
         own: attention to the last positions of each sequence.
@@ -138,9 +148,8 @@ class PrefixAttention(_Launched):
     ) -> tuple[Tensor, Tensor]:
         """See ``backend.Attention``; there are no windows."""
         assert first is None, "slots with shared prefixes have no windows"
-        out, lse = self.own.states(q, kv, params)
-        part, part_lse = self.shared.states(q, kv, replace(params, sinks=None))
-        return merge_pair(out, lse, part, part_lse)
+        own = self.own.states(q, kv, params)
+        return self.shared.states(q, kv, replace(params, sinks=None), other=own)
 
 
 def prepare(
@@ -235,6 +244,8 @@ def _run(
     sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    other_out: Tensor | None,
+    other_lse: Tensor | None,
     partial_out: Tensor,
     partial_lse: Tensor,
     bounds: Tensor,
@@ -309,11 +320,11 @@ def _run(
     options = warps(max(1, chunk * columns // (1024 if exact else 2048)))
     combine_kernel[(queries, q_heads)](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
-        owner_start, owners, sinks, max_queries * group, count, slices,
+        owner_start, owners, sinks, other_out, other_lse, max_queries * group, count, slices,
         GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=columns, SINGLE=count == 1,
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
-        SINKS=sinks is not None, EXACT=exact, **early, **options,
+        SINKS=sinks is not None, OTHER=other_out is not None, EXACT=exact, **early, **options,
     )  # fmt: skip
     return out, lse
 
