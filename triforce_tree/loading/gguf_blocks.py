@@ -66,8 +66,11 @@ class GgufBlocks:
             return None
         made: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
         processor = made(config=config.to_dict())
-        with parsed_once():
-            names = get_gguf_hf_weights_map(skeleton, processor)
+        try:
+            with parsed_once():
+                names = get_gguf_hf_weights_map(skeleton, processor)
+        except NotImplementedError:  # the package gguf has no names for this kind of model
+            return None
         parameters = dict(skeleton.named_parameters())
         parts, packed = [], False
         sizes = {int(kind): size for kind, size in package.GGML_QUANT_SIZES.items()}

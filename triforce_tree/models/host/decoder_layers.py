@@ -145,14 +145,17 @@ def _forward(
     dim = layer.self_attn.head_dim
     # Families that rotate a part of each head have narrower cosines and sines.
     if not args and position_embeddings is not None and position_embeddings[0].shape[-1] == dim:
-        norms = [Norm(norm.weight, eps) for norm, eps in zip(parts.norms, parts.eps, strict=True)]  # type: ignore[arg-type]
-        q, k, v = (by.matrix() for by in parts.projections)
-        made = project(x, norms[0], (q, k, v), *position_embeddings)
+        q, k, v = parts.projections
+        norm = Norm(parts.norms[0]._parameters["weight"], parts.eps[0])  # type: ignore[arg-type]
+        made = project(x, norm, (q.matrix(), k.matrix(), v.matrix()), *position_embeddings)
     if made is None:
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
-    heads = [t.view(*t.shape[:2], -1, dim).transpose(1, 2) for t in made]
+    batch, tokens, _ = x.shape
+    heads = [t.view(batch, tokens, -1, dim).transpose(1, 2) for t in made]
     attended = running.attention(heads[0], heads[1], heads[2], params).flatten(2)
-    gate, up, down = (by.matrix() for by in parts.mlp)
-    out = finish(attended.contiguous(), x, norms[1], parts.output.matrix(), gate, up, down)
+    gate, up, down = parts.mlp
+    norm = Norm(parts.norms[1]._parameters["weight"], parts.eps[1])  # type: ignore[arg-type]
+    mlp = gate.matrix(), up.matrix(), down.matrix()
+    out = finish(attended.contiguous(), x, norm, parts.output.matrix(), *mlp)
     assert out is not None, "arguments that fitted before the attention fit after it"
     return out

@@ -33,8 +33,11 @@ class GgufLinear(nn.Linear):
 
     def matrix(self) -> fp32.Matrix:
         """Returns the matrix in the form that the C kernel reads."""
-        at = self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
-        return self._matrix if at == self._matrix.fields[:2] else self._made()
+        # The addresses of a copy are others. ``self.weight`` would take longer than its address.
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        at, bias_at = self._matrix.fields[:2]
+        same = weight.data_ptr() == at and (0 if bias is None else bias.data_ptr()) == bias_at  # type: ignore[union-attr]
+        return self._matrix if same else self._made()
 
     def forward(self, x: Tensor) -> Tensor:
         return fp32.linear(x, self.matrix())

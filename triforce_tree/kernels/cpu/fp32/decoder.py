@@ -78,14 +78,14 @@ def finish(
     library = usable(attended, residual, norm.weight) if 0 < rows <= MOST_ROWS else None
     if library is None or not (attended.is_contiguous() and residual.is_contiguous()):
         return None
-    joined, normed, out = (torch.empty_like(residual) for _ in range(3))
-    activated = residual.new_empty(rows, neurons)
+    out, work = torch.empty_like(residual), residual.new_empty(rows * (2 * size + neurons))
+    joined = work.data_ptr()
+    normed = joined + 4 * rows * size
     library.finish(
         _FINISH.pack(
             attended.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), *projection.fields,
-            *gate.fields, *up.fields, *down.fields, joined.data_ptr(), normed.data_ptr(),
-            activated.data_ptr(), out.data_ptr(), rows, attended.shape[-1], size, neurons,
-            torch.get_num_threads(), norm.eps,
+            *gate.fields, *up.fields, *down.fields, joined, normed, normed + 4 * rows * size, out.data_ptr(),
+            rows, attended.shape[-1], size, neurons, torch.get_num_threads(), norm.eps,
         )
     )  # fmt: skip
     return out
