@@ -5,11 +5,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import openai
 import pytest
 
 import triforce_tree
+from scripts.checks.served import serving
+from tests.support.models.api_cases import characters
+from tests.support.models.families import tiny
+from tests.support.processes.served import KEY, NAME, client_of, close_clients
 from triforce_tree import Engine, GenerateOutput
 from triforce_tree.grammar import Choice, Grammar, Regex
+from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
 
 LONG, PATIENCE = 48, 60
@@ -86,3 +92,16 @@ def test_a_grammar_joins_no_batch_without_one(engine: Engine, monkeypatch: pytes
     [free, one], sizes = served(engine, [[(None, LONG)], [(Choice(["one"]), 9)]], monkeypatch)
     assert (one, sizes) == ("one", [1, 1])
     assert free == engine.generate("The name is ", max_new_tokens=LONG, temperature=0).text
+
+
+def test_a_model_without_an_end_token_refuses_a_grammar_in_one_sentence() -> None:
+    engine = triforce_tree.load(tiny("llama-gqa"), tokenizer=characters(), levels=1)
+    with serving(create_app(engine, Served(NAME, KEY))) as (url, _):
+        client = client_of(url)
+        given: dict[str, Any] = {"model": NAME, "prompt": "some", "max_tokens": 4}
+        with pytest.raises(
+            openai.BadRequestError, match=r"needs a token that ends .* generation_config.json"
+        ):
+            client.completions.create(**given, extra_body={"guided_regex": "[ab]{3}"})
+        assert client.completions.create(**given).choices[0].finish_reason == "length"
+    close_clients()

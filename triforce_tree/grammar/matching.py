@@ -176,7 +176,10 @@ class Grammars:
         if end_tokens is None:
             end_tokens = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         if not end_tokens:
-            raise ValueError("grammar needs a token that ends the text; give eos_token_id")
+            raise ValueError(
+                "grammar needs a token that ends the text, and the model names none; give eos_token_id, in the "
+                "call or in the model's generation_config.json"
+            )
         xgrammar, ends = _xgrammar(), frozenset(end_tokens)
         with self._lock:
             if not self._compilers:

@@ -121,7 +121,8 @@ class EmittedScores:
         for n in numbers:
             self._texts[n] = self._texts[n][:0]
         if "logprobs" in found:
-            found["logprobs"] = torch.stack(found["logprobs"], 1)
+            nothing = torch.zeros(len(numbers), 0, device=self._returned)
+            found["logprobs"] = torch.stack(found["logprobs"], 1) if found["logprobs"] else nothing
         return found
 
 
@@ -131,10 +132,10 @@ def by_position(values: Sequences[list[Tensor]]) -> tuple[Tensor, ...]:
     ``values``, indexed by sequence and position, is emptied on the way, so that at most one position is in
     memory twice.
     """
-    zero = torch.zeros_like(next(own[0] for own in values if own))
+    zero = next((torch.zeros_like(own[0]) for own in values if own), None)
     for own in values:
         own.reverse()
     positions = []
-    while any(values):
+    while zero is not None and any(values):
         positions.append(torch.stack([own.pop() if own else zero for own in values]))
     return tuple(positions)

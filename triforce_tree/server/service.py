@@ -123,14 +123,18 @@ class Service:
         """Returns the sequences of a request.
 
         Raises:
-            RefusedError: the request asks for too many new tokens, or for more than the model has positions.
+            RefusedError: the request asks for too many new tokens, or for more than the model has positions, or
+                for a grammar that cannot be compiled for this model.
         """
         target, most, asked = self.engine.target, self.scheduler.limits.new_tokens, read.asked
         grammar: dict[str, Any] = {}
         if read.grammar is not None:
             grammar = {"grammar": EBNF(read.grammar)}
             # The grammar is compiled in this thread, so that the thread that decodes need not wait for it.
-            self.engine.compile(grammar["grammar"])
+            try:
+                self.engine.compile(grammar["grammar"])
+            except ValueError as problem:
+                raise RefusedError(str(problem)) from problem
         shown = self._shown_tokens(read.parsing.markers)
         sequences: list[ServedText] = []
         for prompt in read.prompts:

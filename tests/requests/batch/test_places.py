@@ -207,11 +207,12 @@ def test_a_client_who_takes_the_place_of_a_prompt_half_read_is_not_lost(
     """One leaves during the prefill; its place is taken in the very pass in which the batch grows."""
     monkeypatch.setattr(PAUSE, 0.0)
     engine = KINDS[kind]()
-    leaves = Client(TEXT[::-1][:200], 4, 2, leaves=("passes", 3))
+    leaves = Client(TEXT[::-1][:200], 4, 2, {"temperature": 0, "logprobs": True}, leaves=("passes", 3))
     coming = [leaves, *(Client([*DOCUMENTS[0][:140], number], 9, 5) for number in range(2))]
     clients = Clients(engine, coming)
     clients.decode([Client(DOCUMENTS[0], 40)], 8)
     assert clients.outputs[1].new_tokens == 0, "it has left before its prompt was read"
+    assert clients.outputs[1].logprobs.shape == (1, 0)
     for number, client in enumerate(clients.begun):
         client.check(clients.outputs[number], reference(TARGET, client.prompt, client.new), f"{number}")
     check_end(engine)
