@@ -434,12 +434,14 @@ class Hierarchy:
             reuse: which tokens of the prompts a new program takes over from the last one, if the caches of
                 both are on the device.
             pool: the pool of KV slots that the prompts share; with None each prompt has its own slots.
-            shortest: tokens by which the number of levels is chosen; by default those of the shortest prompt.
+            shortest: tokens by which the number of levels is chosen; by default, and with an offloaded cache,
+                which has no level 1 for shorter prompts, those of the shortest prompt.
         """
+        split = self.memory.offload if self.memory is not None else None
+        if split is not None:
+            pool = shortest = None
         shortest, max_seq_len = shortest or min(map(len, prompts)), max(map(len, prompts)) + new_tokens
         levels = self.levels(shortest, self.rounded(max_seq_len))
-        split = self.memory.offload if self.memory is not None else None
-        pool = pool if split is None else None
         few_bits = (
             self.config.retrieval_weight_bits == "auto"
             and len(prompts) == 1 and levels == 3 and pool is None and not self.config.offloads

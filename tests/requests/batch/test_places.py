@@ -337,3 +337,12 @@ def test_no_more_than_the_most_are_decoded_together(prefix_cache: bool) -> None:
     assert max(clients.places) == 3
     for number, client in enumerate(clients.begun):
         client.check(clients.outputs[number], reference(TARGET, client.prompt, client.new), f"{number}")
+
+
+def test_a_prompt_too_short_for_level_1_is_decoded_beside_a_long_one_in_host_memory() -> None:
+    engine = drafted(offload=True)()
+    for first in ([Client(DOCUMENTS[0], 5), Client(TEXT[:10], 5)], [Client(TEXT[:10], 5)]):
+        clients = Clients(engine, [])
+        clients.decode(first, 8)
+        for number, client in enumerate(clients.begun):
+            client.check(clients.outputs[number], reference(TARGET, client.prompt, client.new), f"{number}")
