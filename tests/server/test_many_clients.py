@@ -1,6 +1,7 @@
 """Many clients: a fair queue, a time limit, prompts that are prefilled between passes, clients that leave."""
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -11,12 +12,15 @@ from typing import Any
 
 import openai
 import pytest
+from transformers import PreTrainedModel
 
 import triforce_tree
+from scripts.checks.many_requests import run
 from scripts.checks.served import serving
-from tests.support.models.api_cases import CHUNKED, characters
+from tests.support.models.api_cases import CHUNKED, CHUNKED_DRAFTED, characters
 from tests.support.models.ended_early import wired
-from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.recurrent_families import recurrent
 from tests.support.processes.processes import environment
 from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, released, until
 from triforce_tree import Engine
@@ -167,10 +171,37 @@ def test_a_long_prompt_does_not_stop_a_running_text(monkeypatch: Any) -> None:
     assert longest <= 6, events
 
 
+ENGINES: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {
+    "three levels": (tiny("llama-gqa"), {"levels": 3, "rounds": 2}),
+    "host memory": (tiny("llama-gqa"), {"offload": True}),
+    "one level": (tiny("llama-gqa"), {"levels": 1}),
+    "8 bits": (tiny("llama-gqa"), {"kv_bits": 8}),
+    "windows": (tiny("gemma3"), {}),
+    "recurrent": (recurrent("qwen3-next"), {}),
+}
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_random_requests_get_the_replies_that_they_get_alone(
+    kind: str, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling options, grammars and numbers of choices differ within a batch, and clients leave."""
+    seed, (target, options) = random.randrange(2**32), ENGINES[kind]
+    monkeypatch.setattr("triforce_tree.decoding.chunked_prefill._PAUSE", pause)
+    monkeypatch.setattr("triforce_tree.requests.batch._PATIENCE", 3)
+    target.generation_config.eos_token_id, tokenizer = 63, characters()
+    arguments = load_arguments({**CHUNKED_DRAFTED, **options})
+    engine = triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, **arguments)
+    report = run(engine, 60, 12, seed)
+    assert not {"wrong", "refused", "failed"} & set(report.outcomes), f"{seed=} {report.outcomes}"
+    assert report.idle
+
+
 @pytest.mark.parametrize("requests", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_clients_that_leave_leave_nothing_behind(requests: int) -> None:
     """In a process of its own, whose memory other tests do not use."""
-    words = [sys.executable, "-m", "scripts.checks.disconnects", str(requests), "12"]
+    words = [sys.executable, "-m", "scripts.checks.many_requests", str(requests), "12"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)["outcomes"]

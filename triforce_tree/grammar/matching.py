@@ -177,8 +177,8 @@ class Grammars:
             end_tokens = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         if not end_tokens:
             raise ValueError(
-                "grammar needs a token that ends the text, and the model names none; give eos_token_id, in the "
-                "call or in the model's generation_config.json"
+                "grammar needs a token that ends the text, and the model names none; give eos_token_id in "
+                "the call or in the model's generation_config.json"
             )
         xgrammar, ends = _xgrammar(), frozenset(end_tokens)
         with self._lock:

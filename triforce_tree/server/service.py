@@ -123,7 +123,7 @@ class Service:
         """Returns the sequences of a request.
 
         Raises:
-            RefusedError: the request asks for too many new tokens, or for more than the model has positions, or
+            RefusedError: the request asks for too many new tokens, for more than the model has positions, or
                 for a grammar that cannot be compiled for this model.
         """
         target, most, asked = self.engine.target, self.scheduler.limits.new_tokens, read.asked
