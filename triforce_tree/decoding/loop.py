@@ -223,7 +223,7 @@ class DecodingLoop:
         self._place(sequences)
         self.program.prepare(*self._sampling(), masked=self._masks_tokens)
         if cached:
-            self.program.rewind(self._texts())
+            self.program.rewind(self._texts(), self._lengths)
             self.joining, self._prefilled = [], True
             self._begin(range(len(sequences)))
         else:
@@ -405,6 +405,11 @@ class DecodingLoop:
             texts[b] = texts[b][: seen + 1]
         return texts
 
+    @property
+    def _lengths(self) -> list[int]:
+        """Returns the tokens of each running sequence."""
+        return [len(sequence.tokens) for sequence in self.running]
+
     def _prefill(self) -> None:
         """Prefills all tokens so far on every level, of a new program if there is none."""
         if not self._made:
@@ -412,7 +417,7 @@ class DecodingLoop:
         if self.program.cache.backend.reclaims:
             self._expect()
         start = time.perf_counter()
-        reused = self.program.prefill(self._texts(), self._progress, self._reuse)
+        reused = self.program.prefill(self._texts(), self._progress, self._reuse, self._lengths)
         for sequence in self.joining:
             assert sequence.index is not None
             sequence.reused = reused[sequence.index]

@@ -450,12 +450,20 @@ class DecodingProgram:
     # Sequences
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+        lengths: Sequence[int] = (),
     ) -> list[int]:
         """Prefills every level with all but each prompt's last token, which is the first root.
 
         If the prefill of an offloaded cache is interrupted, its memory is released, and the program cannot be
         used any more.
+
+        Args:
+            lengths: tokens of the texts by which rotary frequencies are chosen, also for prompts that are
+                placed later; by default those of the prompts.
 
         Returns:
             how many tokens of each prompt were reused.
@@ -464,6 +472,7 @@ class DecodingProgram:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
         """
         self._check(prompts)
+        self._choose_frequencies(lengths or [len(prompt) for prompt in prompts])
         try:
             reused = self.cache.prefill(prompts, progress, reuse, self.state.features)
             self._start(prompts)
@@ -525,12 +534,16 @@ class DecodingProgram:
         """Lets later prompts continue the text of a sequence that has ended (:meth:`FullCache.ended`)."""
         self.cache.ended(index, tokens, reuse, self.state.features)
 
-    def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
+    def rewind(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Continues from these prompts, which are prefixes of the sequences in the cache.
 
         If layers with a window have overwritten what is needed there, the prompts are prefilled again.
+
+        Args:
+            lengths: see :meth:`prefill`.
         """
         self._check(prompts)
+        self._choose_frequencies(lengths)
         if self.cache.holds([len(p) - 1 for p in prompts]):
             if self.state.features is not None:
                 self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
@@ -538,7 +551,7 @@ class DecodingProgram:
             if self.drafter is not None:
                 self.drafter.start(prompts)
         else:
-            self.prefill(prompts)
+            self.prefill(prompts, lengths=lengths)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = self.cache.backend.least_prompt
@@ -548,8 +561,10 @@ class DecodingProgram:
                     f"a prompt of {len(prompt)} tokens does not fit buffers for {self.levels} levels "
                     f"and {least} to {self.max_seq_len} tokens; use fewer levels or a smaller budget"
                 )
+
+    def _choose_frequencies(self, lengths: Sequence[int]) -> None:
         if (rope := self.target.length_rope) is not None:
-            rope.choose_for_texts([len(p) for p in prompts])
+            rope.choose_for_texts(lengths)
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Sets the state of the sequences to the ends of prompts whose keys and values are in the cache."""

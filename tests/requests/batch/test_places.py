@@ -10,7 +10,7 @@ import torch
 import triforce_tree
 from tests.requests.batch.test_ended_early import check_held
 from tests.support.models.api_cases import CHUNK, CHUNKED, CHUNKED_DRAFTED, SHARING, TARGET
-from tests.support.models.families import perturbed, prompt_of
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
@@ -346,3 +346,17 @@ def test_a_prompt_too_short_for_level_1_is_decoded_beside_a_long_one_in_host_mem
         clients.decode(first, 8)
         for number, client in enumerate(clients.begun):
             client.check(clients.outputs[number], reference(TARGET, client.prompt, client.new), f"{number}")
+
+
+def test_batches_have_the_rotary_frequencies_of_their_texts() -> None:
+    """A batch with free places, one beside the other, before and after a batch of other frequencies."""
+    target = tiny("phi3-longrope")  # Texts of more than 64 tokens have other frequencies.
+    engine = triforce_tree.load(target, levels=1, **load_arguments(CHUNKED))
+    for lengths in ((40,), (70, 69), (70, 90), (40, 30), (90,)):
+        first, *others = (Client(TEXT[:length], 9) for length in lengths)
+        clients = Clients(engine, others)
+        for other in others:
+            other.at = 2
+        clients.decode([first], 8)
+        for client in clients.begun:
+            assert client.tokens == greedy(target, client.prompt, 9), len(client.prompt)
