@@ -534,7 +534,7 @@ class DecodingProgram:
         """Lets later prompts continue the text of a sequence that has ended (:meth:`FullCache.ended`)."""
         self.cache.ended(index, tokens, reuse, self.state.features)
 
-    def rewind(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    def rewind(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int] = ()) -> None:
         """Continues from these prompts, which are prefixes of the sequences in the cache.
 
         If layers with a window have overwritten what is needed there, the prompts are prefilled again.
@@ -543,7 +543,7 @@ class DecodingProgram:
             lengths: see :meth:`prefill`.
         """
         self._check(prompts)
-        self._choose_frequencies(lengths)
+        self._choose_frequencies(lengths or [len(prompt) for prompt in prompts])
         if self.cache.holds([len(p) - 1 for p in prompts]):
             if self.state.features is not None:
                 self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
