@@ -75,6 +75,9 @@ PAGES = {
     "cpu.md": Page("The embedded pair on a CPU", "../cpu.md", (
         Section("Acceptance", "cpu_16k_acceptance"),
     )),
+    "peers.md": Page("Other engines on the same model", "../cpu.md#beside-other-engines", (
+        Section("Every engine and mode on a CPU", "peers_cpu_all"),
+    )),
     "several_cards.md": Page("One text on several cards", "../several_cards.md", (
         Section("Whole decoding", "sequence_parallel_texts"),
     )),

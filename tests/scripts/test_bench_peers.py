@@ -92,7 +92,8 @@ def test_a_table_sets_ours_beside_the_fastest_other_engine(script: Any) -> None:
     shown = tables.TABLES["peers_cpu"].make({"rows": made, "parts": {"m": part}})
     [line] = [line for line in shown.splitlines() if line.startswith("| 8 |")]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "8", "0", "16", "4.0", "8.0", "llama.cpp, plain flash (F16)", "2.0", "**0.50x**", "1.00", "1.00",
+        "8", "0", "16", "4.0", "8.0", "llama.cpp, plain flash (F16)", "2.0", "**0.50x**", "4.0", "2.0",
+        "1.00", "1.00",
     ]  # fmt: skip
     every = tables.TABLES["peers_cpu_all"].make({"rows": made, "parts": {"m": part}})
     assert sum(line.startswith("|") for line in every.splitlines()) == 2 + len(samples)

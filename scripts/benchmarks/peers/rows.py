@@ -83,13 +83,9 @@ def _place(row: Record) -> tuple[Any, ...]:
 def _row(part: str, header: Record, same: list[Record], samples: list[Record]) -> Record:
     one = same[0]
     figures = (
-        "ms_per_token",
-        "prefill_s",
-        "cpu_ms_per_token",
-        "tokens_per_pass",
-        "repeated_8grams",
-        "load_s",
-    )
+        "ms_per_token", "prefill_s", "cpu_ms_per_token", "tokens_per_pass", "repeated_8grams", "load_s",
+        "other_programs",
+    )  # fmt: skip
     return {
         "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
         **{name: one[name] for name in (*PLACE, *WHO, "bits", "versions")},

@@ -19,7 +19,7 @@ def _name(row: Record) -> str:
 
 def medians(content: Record) -> list[Record]:
     """Returns medians over texts for each engine, format and mode by context, temperature and batch."""
-    names = ("part", "bits", "context", "temperature", "batch", "engine", "format", "mode")
+    names = ("part", "batch", "context", "temperature", "bits", "engine", "format", "mode")
     found: dict[tuple[Any, ...], list[Record]] = {}
     for row in content["rows"]:
         if "missing" not in row:
@@ -38,9 +38,7 @@ def medians(content: Record) -> list[Record]:
             "lowest": min(times), "highest": max(times), "texts": len(same),
             "new_tokens": same[0]["new_tokens"],
         })  # fmt: skip
-    return sorted(
-        made, key=lambda row: (row["part"], row["batch"], row["context"], row["temperature"], row["bits"])
-    )
+    return sorted(made, key=lambda row: tuple(row[name] for name in names))
 
 
 def beside(content: Record) -> list[Record]:
@@ -77,7 +75,8 @@ BESIDE: Columns = {
     "ours, ms a token": "{ms_per_token:.1f}", "ours, plain": "?{plain[ms_per_token]:.1f}",
     "fastest other engine": "{name}", "its ms a token": "{other[ms_per_token]:.1f}",
     "**our speed to its**": "**{ratio:.2f}x**",
-    "first token, s: ours": "{prefill_s:.2f}", "its": "{other[prefill_s]:.2f}",
+    "CPU ms a token: ours": "{cpu_ms_per_token:.1f}", "its": "{other[cpu_ms_per_token]:.1f}",
+    "first token, s: ours": "{prefill_s:.2f}", "its, s": "{other[prefill_s]:.2f}",
 }  # fmt: skip
 EVERY: Columns = {
     "engine, mode (weights)": _name, "bits": "{bits}", "prompt, tokens": "{context:,}",
@@ -103,10 +102,15 @@ def _caption(content: Record, rows: Sequence[Record], missing: bool) -> str:
         absent = [row for row in content["rows"] if row["part"] == name and "missing" in row]
         if missing and absent:
             told += [f"Not measured: {_name(row)}{_where(row)}, because {row['missing']}." for row in absent]
-    one = rows[0]
+    texts = ", ".join(
+        f"{texts} at {context:,} tokens"
+        for context, texts in dict.fromkeys((row["context"], row["texts"]) for row in rows)
+    )
+    shares = [row["other_programs"] for row in content["rows"] if "missing" not in row]
     told.append(
-        f"{one['new_tokens']} new tokens, medians over {one['texts']} texts; the first token comes after "
-        "the prompt was read, and ms a token is the time between it and the last one."
+        f"{rows[0]['new_tokens']} new tokens, medians over texts ({texts}); the first token comes after the "
+        "prompt was read, and ms a token is the time between it and the last one. Other programs used "
+        f"{statistics.median(shares):.0%} of the CPUs' time (median), at most {max(shares):.0%}."
     )
     return " ".join([*told, file_note(_CPU, content["parts"])])
 
