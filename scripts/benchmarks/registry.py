@@ -41,7 +41,7 @@ BENCHMARKS = {
     ),
     "serving": Benchmark(
         "benchmarks.requests.serving",
-        "1 to 32 clients of our server, or of another: docs/server.md",
+        "1 to 32 clients of our server, or of another: docs/server_operation.md",
         "serving_{machine}.jsonl",
     ),
     "conversation": Benchmark(
