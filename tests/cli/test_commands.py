@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -276,16 +275,15 @@ def test_a_full_disk_is_noticed_before_the_run(
 def test_ctrl_c_while_decoding_keeps_the_text(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = console.TextOut.put
-    calls = []
+    write, pieces = console.TextOut.on_finalized_text, list[str]()
 
-    def interrupted(self: console.TextOut, value: Any) -> None:
-        put(self, value)
-        calls.append(value)
-        if len(calls) == 3:
+    def interrupted(self: console.TextOut, text: str, stream_end: bool = False) -> None:
+        write(self, text, stream_end)
+        pieces.append(text)
+        if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(console.TextOut, "put", interrupted)
+    monkeypatch.setattr(console.TextOut, "on_finalized_text", interrupted)
     before = signal.getsignal(signal.SIGINT)
     code, out, err = run(
         capsys, "generate", prompt, *pair.options, "--max-new-tokens", "500", "--compare", "--json"

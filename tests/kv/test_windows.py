@@ -4,6 +4,8 @@ Rings are rounded up to a few slots, so that sequences wrap around many times, a
 in small blocks; memory holds NaN until it is written.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -151,9 +153,9 @@ def test_a_rewind_prefills_again_what_rings_have_overwritten(
     lengths: list[int] = []
     prefill = DecodingProgram.prefill
 
-    def recorded(self: DecodingProgram, prompts: list[list[int]], *rest: object) -> None:
+    def recorded(self: DecodingProgram, prompts: list[list[int]], **how: Any) -> None:
         lengths.extend(map(len, prompts))
-        prefill(self, prompts, *rest)
+        prefill(self, prompts, **how)
 
     monkeypatch.setattr(DecodingProgram, "prefill", recorded)
     beginnings = [[*prompt, *new[:7]] for prompt, new in zip(PROMPTS, first, strict=True)]
