@@ -87,7 +87,7 @@ BENCHMARKS = {
     "split": Benchmark(
         "benchmarks.cards.split",
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",
-        "sequence_parallel_h200x2.jsonl",
+        "sequence_parallel_{machine}.jsonl",
     ),
     "tree_attention": Benchmark(
         "benchmarks.attention.run",

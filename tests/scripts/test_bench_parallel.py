@@ -60,7 +60,7 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> N
     started = [content["parts"][row["part"]]["command"].split(" -")[:2] for row in rows.values()]
     assert [words[0] for words in started] == ["torchrun", "torchrun", "python"]
     assert started[0][1] == "-nproc-per-node 2"
-    names = {"draft", "retrieval_refresh", "retrieval", "target", "plain"}
+    names = {"draft", "retrieval_refresh", "retrieval", "target", "plain", "prefill"}
     assert all(row["ms"].keys() == names and min(row["ms"].values()) > 0 for row in rows.values())
     # Scratch slots are on both ranks, the others on one.
     assert 0.5 < rows["by position"]["kv_bytes"] / rows["one card"]["kv_bytes"] < 0.6
@@ -81,3 +81,51 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> N
     kept = rows["by heads"]["texts"][0]["speedup"] / rows["one card"]["texts"][0]["speedup"]
     assert f"| {100 * kept:.0f} % |" in found
     assert "| 100 % |" in found
+
+
+@pytest.mark.slow
+def test_four_ranks_measure_every_split_beside_its_prediction(script: Any, tmp_path: Path) -> None:
+    tables = script("benchmarks.cards.tables")
+    for size in (1, 2, 4):
+        first, *others = ranks_of(
+            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(tmp_path)], size
+        )
+        assert [rank.code for rank in (first, *others)] == [0] * size, first.err
+    content, alone = (content_at(tmp_path / tables.file_of(cards)) for cards in (4, 1))
+    both = "heads over 2, text over 2"
+    rows = {row["way"]: row for row in content["rows"]}
+    assert list(rows) == ["by position", both, "by heads"]
+    # 7 layers; a hidden state of 512 in fp32; attention of 4 heads of 128, of 2 where two ranks share them.
+    logits = {"calls": 1, "bytes": 4160 // 4 * 4}
+    hidden = {"calls": 7, "bytes": 512 * 4}
+    expected = {
+        "by position": {"merge": {"calls": 7, "bytes": 4 * 129 * 4}, "sum of neurons": hidden},
+        both: {"merge": {"calls": 7, "bytes": 2 * 129 * 4}, "sum of heads": hidden, "sum of neurons": hidden},
+        "by heads": {"sum of heads": hidden, "sum of neurons": hidden},
+    }
+    for way, row in rows.items():
+        each = row["each"]["plain"]
+        sent = {name: {key: one[key] for key in ("calls", "bytes")} for name, one in each.items()}
+        assert sent == expected[way] | {"logits": logits}
+        assert all(one["ms"] > 0 and one["predicted_ms"] > 0 for one in each.values())
+    [whole] = [row for row in alone["rows"] if row["cards"] == 1]
+    names = {"machine", "ranks", "split", "shape", "context", "what", "ms", "efficiency", "predicted_ms"}
+    assert all(names <= figure.keys() for figure in content["figures"])
+    [plain] = [f for f in content["figures"] if f["what"] == "plain" and f["split"] == both]
+    assert (plain["machine"], plain["ranks"], plain["shape"], plain["context"]) == (
+        "cpu",
+        4,
+        "llama-2-13b",
+        1024,
+    )
+    assert plain["ms"] == rows[both]["ms"]["plain"]
+    assert plain["efficiency"] == pytest.approx(whole["ms"]["plain"] / 4 / plain["ms"])
+    assert plain["predicted_ms"] == rows[both]["predicted_ms"]["plain"]
+    # The table has the rows of all files, and the picture what was measured on more cards.
+    joined = tables.with_more_cards(alone, tmp_path)
+    shown = tables.TABLES["sequence_parallel"].make(joined)
+    assert [shown.count(f"| {cards} |") for cards in (1, 2, 4)] == [1, 2, 3]
+    assert f"| {rows[both]['predicted_ms']['plain']:.2f} |" in shown
+    longer = [row | {"context": 2048, "part": row["part"]} for row in joined["rows"]]
+    found = tables.shortest_and_longest(joined | {"rows": joined["rows"] + longer})
+    assert [(row["cards"], row["context"]) for row in found] == [(2, 1024), (2, 2048), (4, 2048)]

@@ -14,9 +14,8 @@ from transformers import (
 )
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.bandwidth import read_bandwidth
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
-from triforce_tree.kv.parallel.choice import BETWEEN, HOSTS, WITHIN, Ranks, chosen
+from triforce_tree.kv.parallel.choice import Ranks, chosen
 from triforce_tree.loading.gguf import gguf_tokenizer
 from triforce_tree.loading.gguf_header import is_gguf
 from triforce_tree.loading.model_files import configuration
@@ -176,13 +175,7 @@ def with_text_ranks(
         model, method = known, quantisation(known)
     else:
         model, method = known.skeleton(), known.quantised
-
-    def ranks() -> Ranks:
-        read = distributed.all_reduce_min([read_bandwidth(group.device)])[0]
-        links = (WITHIN, BETWEEN) if group.device.type == "cuda" else (HOSTS, HOSTS)
-        return Ranks(group.size, local_size(), read, *links)
-
-    count = chosen(model, config, group.size, ranks, method)
+    count = chosen(model, config, group.size, lambda: Ranks.joined(group), method)
     return replace(config, context_parallel=distributed.broadcast_object(count))
 
 

@@ -2,35 +2,40 @@
 
     python -m scripts.benchmarks split                                      # one card, where the cache fits
     torchrun --nproc-per-node 2 -m scripts.benchmarks split                 # two, by position and by heads
+    torchrun --nproc-per-node 4 -m scripts.benchmarks split                 # four: also by both
     torchrun --nproc-per-node 2 -m scripts.benchmarks split --texts         # and decoding of a real text
     torchrun --nproc-per-node 2 -m scripts.benchmarks split --texts --tiny  # the same code, on a CPU
 
 Models are the embedded pair in real shapes. For stages KV slots hold random numbers, and nothing is
 prefilled: they take the same time whatever the numbers are. Rows of other cards, shapes and contexts in the
 file are kept, each of a part whose header says what measured it. A row's collectives are those of one pass of
-plain decoding and of level 2 (calls, and bytes that a rank hands over, without those of the logits),
-`merge_ms` is the time of the merging ones alone, and `ring` that of passing all keys and values on to the
-next rank, as Ring Attention does. With `--texts` a text is prefilled and decoded by default settings with
+plain decoding and of level 2 (calls, and bytes that a rank hands over, without those of the logits). `each`
+has every kind of collective alone, its time in one pass, and its time by the communication model of Tree
+Attention (`kv/parallel/choice.py`); `ring` is the time of passing all keys and values on to the next rank, as
+Ring Attention does. `figures` has a record of machine, ranks, split, shape, context and time for each of
+these. With `--texts` a text is prefilled and decoded by default settings with
 three levels, then plainly; beyond the pair's positions by YaRN. Where the cache does not fit on one card,
 `--texts` keeps a part of it in host memory.
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from scripts.benchmarks.cards.tables import FILE, OFFLOADED, ONE, POSITION
+from scripts.benchmarks.cards.tables import FILE, OFFLOADED, ONE, POSITION, figures, file_of
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
     TINY_SHAPES,
     device_of,
+    machine_of,
     parser,
     results_folder,
 )
@@ -46,19 +51,32 @@ from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending
 from triforce_tree.decoding.sequence import Sequence as DecodedSequence
-from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
+from triforce_tree.kernels.ranks import all_reduce, merged_bytes, merged_over_ranks
+from triforce_tree.kv.backend import PromptRun
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.offload.bandwidth import read_bandwidth
 from triforce_tree.kv.parallel.backend import SplitBackend
+from triforce_tree.kv.parallel.choice import Ranks, all_reduced, pass_seconds
+from triforce_tree.models.tensor_parallel import (
+    VocabularyParallel,
+    layers_to_shard,
+    mlp_shards_of,
+    shards_of,
+)
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.distributed import all_gather_tensor
 from triforce_tree.runtime.executor import Step, executor, free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
+Pair = tuple[PreTrainedModel, PreTrainedModel]
 HEADS = "by heads"
 OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
 # Device memory that is left to activations, graphs and NCCL.
 _SPARE = 12 << 30
 # Tokens that are decoded before anything is timed: kernels are compiled, and graphs captured.
 _WARM_UP = 8
+# Tokens of a prefill that is timed.
+_CHUNK = 4096
 
 
 def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: torch.device) -> bool:
@@ -101,21 +119,86 @@ def stages(program: DecodingProgram, context: int, runs: int) -> Record:
     return found
 
 
-def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
-    """Returns milliseconds of the merging collectives of one forward over so many tokens."""
-    backend, target = program.cache.backend, program.target
-    assert isinstance(backend, SplitBackend)
-    group = backend.slots.split.group
-    heads = target.heads
-    out = torch.randn(queries, heads.query, heads.value_dim, device=target.device, dtype=target.dtype)
-    lse = torch.randn(queries, heads.query, device=target.device)
+def prefill_ms(program: DecodingProgram, context: int, runs: int) -> float:
+    """Returns milliseconds of the prefill of the last tokens of a text, as many as a chunk of the default
+    size.
+    """
+    backend, start = program.cache.backend, max(0, context - _CHUNK)
 
-    def merge_all() -> None:
-        for _ in range(target.layers):
-            merged_over_ranks(out, lse, group)
+    def run() -> None:
+        with program.target.active():
+            backend.prefill([[0] * context], 0, [start], PromptRun())
 
-    run = executor([Step(merge_all)], target.device)
-    return 1e3 * statistics.median([timed(target.device, run)[1] for _ in range(runs + 1)][1:])
+    return _median_ms(program.device, run, runs)
+
+
+def collectives(program: DecodingProgram, queries: int, runs: int, ranks: Ranks) -> Record:
+    """Returns the collectives of one forward over so many tokens by name: their calls, the bytes that a rank
+    hands over in each call, milliseconds of all calls, and milliseconds by the communication model.
+    """
+    target, heads, found = program.target, program.target.heads, {}
+    model, backend, layers = target.model, program.cache.backend, target.layers
+    kind: Record = {"device": target.device, "dtype": target.dtype}
+    hidden = torch.randn(queries, model.config.hidden_size, **kind)
+
+    def add(name: str, calls: int, size: int, seconds: float, call: Callable[[], object]) -> None:
+        def run_all() -> None:
+            for _ in range(calls):
+                call()
+
+        run = executor([Step(run_all)], target.device)
+        ms = _median_ms(target.device, run, runs)
+        found[name] = {"calls": calls, "bytes": size, "ms": ms, "predicted_ms": 1e3 * calls * seconds}
+
+    if isinstance(backend, SplitBackend):
+        group = backend.slots.split.group
+        out = torch.randn(queries, heads.query, heads.value_dim, **kind)
+        lse = torch.randn(queries, heads.query, device=target.device)
+        size = merged_bytes(queries, heads.query, heads.value_dim, target.dtype.itemsize)
+        seconds = ranks.link(ranks.size).seconds(group.size, (group.size - 1) * size)
+        add("merge", layers, size, seconds, lambda: merged_over_ranks(out, lse, group))
+    for name, shards in (("heads", shards_of(model)), ("neurons", mlp_shards_of(model))):
+        if shards > 1:
+            seconds = ranks.link(shards).seconds(shards, all_reduced(shards, hidden.nbytes))
+            add(f"sum of {name}", layers, hidden.nbytes, seconds, lambda n=shards: all_reduce(hidden, n))
+    every, head = distributed.current(), model.get_output_embeddings()
+    if every is not None and isinstance(head, VocabularyParallel):
+        logits = torch.randn(queries, head.linear.out_features, **kind)
+        seconds = ranks.link(ranks.size).seconds(every.size, (every.size - 1) * logits.nbytes)
+        add("logits", 1, logits.nbytes, seconds, lambda: all_gather_tensor(logits, every))
+    return found
+
+
+def _median_ms(device: torch.device, work: Callable[[], object], runs: int) -> float:
+    return 1e3 * statistics.median([timed(device, work)[1] for _ in range(runs + 1)][1:])
+
+
+def predicted_ms(
+    target: PreTrainedModel, context: int, parallel: int, ranks: Ranks, queries: Record
+) -> dict[str, float]:
+    """Returns the estimated milliseconds of each stage with so many tokens (`kv/parallel/choice.py`)."""
+    config = copy.deepcopy(target.config)
+    config.max_position_embeddings = context
+    with torch.device("meta"):
+        whole = type(target)(config).to(target.dtype)
+    return {name: 1e3 * pass_seconds(whole, parallel, ranks, n) for name, n in queries.items()}
+
+
+def splits_of(target: PreTrainedModel, cards: int) -> dict[str, int]:
+    """Returns the possible splits by name: over how many of the ranks the text is split."""
+    if cards == 1:
+        return {ONE: 1}
+    found = {}
+    for parallel in (n for n in range(cards, 0, -1) if cards % n == 0):
+        name = {1: HEADS, cards: POSITION}.get(
+            parallel, f"heads over {cards // parallel}, text over {parallel}"
+        )
+        try:
+            layers_to_shard(target, cards // parallel, None)
+        except ValueError:  # the heads are no multiple of the ranks
+            continue
+        found[name] = parallel
+    return found
 
 
 def passed_on(program: DecodingProgram, runs: int) -> Record:
@@ -147,48 +230,44 @@ def passed_on(program: DecodingProgram, runs: int) -> Record:
 
 
 def measure(
-    models: tuple[PreTrainedModel, PreTrainedModel],
+    models: Pair,
     context: int,
-    way: str,
-    cards: int,
+    parallel: int,
+    ranks: Ranks,
     runs: int,
     options: Record,
 ) -> Record:
-    """Returns one row's measurements of stages."""
-    parallel = cards if way == POSITION else 1
+    """Returns one row's measurements of stages; the text is split over ``parallel`` ranks."""
     engine = load(*models, **load_arguments({**options, "prefix_cache": False, "context_parallel": parallel}))
     try:
         with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0)) as program:
             fill(program)
             found = stages(program, context, runs)
-            target = program.target
             found["kv_bytes"] = program.cache.backend.bytes
             stage = program.stage("target")
             queries = {"plain": 1, "target": stage.tree.nodes}  # type: ignore[attr-defined]
-            for name, count in queries.items():
-                if way == POSITION:
-                    size = merged_bytes(
-                        count, target.heads.query, target.heads.value_dim, target.dtype.itemsize
-                    )
-                    # One for attention, and one for the neurons of the MLP.
-                    size += count * target.model.config.hidden_size * target.dtype.itemsize
-                    found["collectives"][name] = {"calls": 2 * target.layers, "bytes": target.layers * size}
-                elif way == HEADS:
-                    size = count * target.model.config.hidden_size * target.dtype.itemsize
-                    found["collectives"][name] = {
-                        "calls": 2 * target.layers,
-                        "bytes": 2 * target.layers * size,
-                    }
-            if way == POSITION:
-                found["merge_ms"] = {name: merge_ms(program, n, runs) for name, n in queries.items()}
+            found["predicted_ms"] = predicted_ms(models[0], context, parallel, ranks, queries)
+            if ranks.size > 1:
+                found["each"] = {name: collectives(program, n, runs, ranks) for name, n in queries.items()}
+            for name, each in found.get("each", {}).items():
+                layered = [one for kind, one in each.items() if kind != "logits"]
+                found["collectives"][name] = {
+                    "calls": sum(one["calls"] for one in layered),
+                    "bytes": sum(one["calls"] * one["bytes"] for one in layered),
+                }
+                if parallel > 1:
+                    found.setdefault("merge_ms", {})[name] = each["merge"]["ms"]
+            if 1 < parallel == ranks.size:
                 found["ring"] = passed_on(program, max(1, runs // 4))
+            # Last, since it overwrites keys and values.
+            found["ms"]["prefill"] = prefill_ms(program, context, max(1, runs // 10))
     finally:
         engine.close()
     return found
 
 
 def measure_texts(
-    models: tuple[PreTrainedModel, PreTrainedModel],
+    models: Pair,
     context: int,
     parallel: int,
     prompts: Mapping[str, list[int]],
@@ -281,17 +360,22 @@ def main(words: Sequence[str]) -> int:
     shapes = ["llama-2-13b"] if args.tiny else args.shapes
     options = TINY_OPTIONS | {"levels": 3} if args.tiny else OPTIONS
     dtype = torch.float32 if args.tiny else torch.bfloat16
-    path = results_folder(args.out, args.tiny) / FILE
+    ranks = Ranks.joined(group) if group is not None else Ranks(1, 1, read_bandwidth(device))
+    path = results_folder(args.out, args.tiny) / file_of(cards)
     known = content_at(path)
     rows, parts, mine = known["rows"], known["parts"], header(args.seed)
+    machine = machine_of(device)
     for shape in shapes:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
-        for way in (POSITION, HEADS) if cards > 1 else (ONE,):
-            # Both ways share the weights of a model in place, each otherwise.
-            target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
+        models: Pair | None = inflate_pair(small[0], device, dtype, small[1])[:2]
+        assert models is not None
+        for way, parallel in splits_of(models[0], cards).items():
+            # The ranks share the weights of a model in place, each split otherwise.
+            models = models or inflate_pair(small[0], device, dtype, small[1])[:2]
+            target = models[0]
             for context in contexts:
                 # Positions do not change the time.
-                for model in (target, draft):
+                for model in models:
                     model.config.max_position_embeddings = 1 << 21
                 fitting = fits(target, context, cards, way, device)
                 offloaded = not fitting and context in prompts and cards == 1
@@ -299,24 +383,25 @@ def main(words: Sequence[str]) -> int:
                 row: Record = {"shape": shape, "context": context, "way": named, "cards": cards}
                 part = f"{shape}, {context:,} tokens, {cards} card{'s' * (cards > 1)}"
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
-                row |= {"part": part, "vocabulary": target.config.vocab_size}
+                row |= {"part": part, "machine": machine, "vocabulary": target.config.vocab_size}
                 if fitting:
-                    row |= measure((target, draft), context, way, cards, runs, options)
+                    row |= measure(models, context, parallel, ranks, runs, options)
                 elif not offloaded:
                     row["fits"] = False
                 if context in prompts and (fitting or offloaded):
-                    parallel = cards if way == POSITION else 1
-                    row["texts"] = measure_texts(
-                        (target, draft), context, parallel, prompts[context], args, offloaded
-                    )
+                    row["texts"] = measure_texts(models, context, parallel, prompts[context], args, offloaded)
                 rows.append(row)
                 parts[part] = mine
                 free_memory()
                 if distributed.is_first_rank():
                     print(json.dumps(row), flush=True)
                     used = {name: parts[name] for name in dict.fromkeys(r["part"] for r in rows)}
-                    write(path, {"options": options, "parts": used, "rows": rows})
-            del target, draft
+                    alone = rows if cards <= 2 else content_at(path.with_name(FILE))["rows"]
+                    write(
+                        path,
+                        {"options": options, "parts": used, "rows": rows, "figures": figures(rows, alone)},
+                    )
+            models = target = None
             free_memory()
     distributed.leave()
     return 0

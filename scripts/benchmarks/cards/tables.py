@@ -1,14 +1,18 @@
 """The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.jsonl."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
+from scripts.benchmarks.common.markdown import Caption, Columns, Record, Table, listing, noted
+from scripts.benchmarks.common.results import RESULTS, content_at
 
 FILE = "sequence_parallel_h200x2.jsonl"
 POSITION, ONE, OFFLOADED = "by position", "one card", "one card, offloaded"
 COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks split"
+# Numbers of cards beyond two that a file may have been measured on.
+_MORE_CARDS = (4, 8)
 COLUMNS: Columns = {
     "model": "{shape}", "tokens": "{context:,}", "split": "{way}", "cards": "{cards}",
     "**plain, ms**": "**{ms[plain]:.2f}**", "level 2, ms": "{ms[target]:.2f}",
@@ -27,12 +31,69 @@ _NOTE = (
 _LINKS, _MACHINE = (450e9, 50e9), 8
 
 
+# Shown where a row has them: by the communication model.
+PREDICTED: Columns = {
+    "plain, predicted": "?{predicted_ms[plain]:.2f}", "level 2, predicted": "?{predicted_ms[target]:.2f}",
+    "merging, predicted": "?{each[plain][merge][predicted_ms]:.2f}",
+}  # fmt: skip
 TEXTS: Columns = {
     "model": "{shape}", "tokens": "{context:,}", "split": "{way}", "cards": "{cards}", "text": "{text}",
     "**ms a token**": "**{ms_per_token:.2f}**", "plain decoding": "{plain_ms_per_token:.2f}",
     "speed-up": "{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.1f}",
     "speed-up kept": "?{kept:pct}", "prefill, s": "{prefill_seconds:.1f}",
 }  # fmt: skip
+
+
+def file_of(cards: int) -> str:
+    """Returns the name of the file with measurements on so many cards; one card is beside two."""
+    return FILE.replace("x2", f"x{max(2, cards)}")
+
+
+def with_more_cards(content: Record, folder: Path = RESULTS) -> Record:
+    """Returns the content of the file of two cards together with those of more cards, where they exist."""
+    files = [folder / file_of(cards) for cards in _MORE_CARDS]
+    more = [content_at(file) for file in files if file.exists()]
+    parts = {name: part for each in (content, *more) for name, part in each["parts"].items()}
+    return content | {"parts": parts, "rows": [row for each in (content, *more) for row in each["rows"]]}
+
+
+def figures(rows: Sequence[Record], alone: Sequence[Record]) -> list[Record]:
+    """Returns a record for each time in these rows: {machine, ranks, split, shape, context, what, ms,
+    efficiency, predicted_ms}, and calls and bytes of a collective.
+
+    ``efficiency`` is the time on one card, divided by the number of ranks and by the time on them; None where
+    one card has no such time. ``predicted_ms`` is None where there is no model of the time.
+
+    Args:
+        alone: rows among which those of one card are.
+    """
+    one = {(row["shape"], row["context"]): _times(row) for row in alone if row["way"] == ONE}
+    found = []
+    for row in rows:
+        # The first rows name no machine.
+        about = {"machine": row.get("machine", "h200"), "ranks": row["cards"], "split": row["way"]}
+        about |= {"shape": row["shape"], "context": row["context"]}
+        base, predicted = one.get((row["shape"], row["context"]), {}), row.get("predicted_ms", {})
+        for what, ms in _times(row).items():
+            efficiency = base[what] / row["cards"] / ms if what in base else None
+            known = {"ms": ms, "efficiency": efficiency, "predicted_ms": predicted.get(what)}
+            found.append({**about, "what": what, **known})
+        for stage, each in row.get("each", {}).items():
+            found += [
+                {**about, "what": f"{name}, {stage}", "efficiency": None, **one_kind}
+                for name, one_kind in each.items()
+            ]
+    return found
+
+
+def _times(row: Record) -> dict[str, float]:
+    """Returns milliseconds by what was timed."""
+    times = dict(row.get("ms", {}))
+    for text in row.get("texts", ()):
+        times[f"decoding of {text['text']}"] = text["ms_per_token"]
+        times[f"plain decoding of {text['text']}"] = text["plain_ms_per_token"]
+        times[f"prefill of {text['text']}"] = 1e3 * text["prefill_seconds"]
+    return times
 
 
 def decoded(content: Record) -> list[Record]:
@@ -60,7 +121,7 @@ def measured(content: Record) -> list[Record]:
 
 
 def _ordered(rows: Iterable[Record]) -> list[Record]:
-    return sorted(rows, key=lambda row: (row["shape"], row["context"], row["way"]))
+    return sorted(rows, key=lambda row: (row["shape"], row["context"], row["cards"], row["way"]))
 
 
 def projected(rows: list[Record], cards: int) -> dict[str, float]:
@@ -91,19 +152,28 @@ def projected(rows: list[Record], cards: int) -> dict[str, float]:
 
 
 def shortest_and_longest(content: Record) -> list[Record]:
-    """Returns rows by position of the model with the longest text; none where it has a single one."""
-    rows = sorted((r for r in measured(content) if r["way"] == POSITION), key=lambda row: row["context"])
+    """Returns the rows by position on two cards of the model with the longest text: of its shortest text and
+    of its longest, then that of the longest on more cards; none where there is a single one.
+    """
+    every = [row for row in measured(with_more_cards(content)) if row["way"] == POSITION]
+    rows = sorted((row for row in every if row["cards"] == 2), key=lambda row: row["context"])
     rows = [row for row in rows if row["shape"] == rows[-1]["shape"]]
-    return [rows[0], rows[-1]] if len(rows) > 1 else []
+    if len(rows) < 2:
+        return []
+    about = rows[-1]["shape"], rows[-1]["context"]
+    more = [row for row in every if row["cards"] > 2 and (row["shape"], row["context"]) == about]
+    return [rows[0], rows[-1], *more]
 
 
 def plot_projection(axis: Any, rows: list[Record]) -> None:
     """Plots milliseconds of a token over the number of cards."""
+    rows, measurements = rows[:2], rows[1:]
     row = rows[-1]
     cards = [2, 4, 8, 16, 32, 64, 128]
     for name in projected(rows, 2):
         axis.plot(cards, [projected(rows, n)[name] for n in cards], "o-", label=name)
-    axis.plot(cards[:1], [row["ms"]["plain"]], "k*", markersize=11, label="measured")
+    times = [each["ms"]["plain"] for each in measurements]
+    axis.plot([each["cards"] for each in measurements], times, "k*", markersize=11, label="measured")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(cards, [str(n) for n in cards])
@@ -116,10 +186,32 @@ _TEXTS_NOTE = (
     "Greedy, default settings with three levels, the prompt prefilled; plain decoding in the same cache. "
     "{hardware}, bf16. Speed-up kept: of that on one card. "
 )
+
+
+def _columns(content: Record) -> Columns:
+    return {**COLUMNS, **(PREDICTED if any("predicted_ms" in row for row in measured(content)) else {})}
+
+
+def _noted(template: str) -> Caption:
+    def caption(content: Record, rows: Sequence[Record]) -> str:
+        files = dict.fromkeys(file_of(row["cards"]) for row in rows)
+        return noted(template, "`, `docs/results/".join(files))(content, rows)
+
+    return caption
+
+
+def _of_all_cards(make: Callable[[Record], str | None]) -> Callable[[Record], str | None]:
+    return lambda content: make(with_more_cards(content))
+
+
 TABLES = {
-    "sequence_parallel": Table(FILE, listing(COLUMNS, measured, noted(_NOTE, FILE), left=3), COMMAND),
+    "sequence_parallel": Table(
+        FILE, _of_all_cards(listing(_columns, measured, _noted(_NOTE), left=3)), COMMAND
+    ),
     "sequence_parallel_texts": Table(
-        FILE, listing(TEXTS, decoded, noted(_TEXTS_NOTE, FILE), left=3), f"{COMMAND} --texts"
+        FILE,
+        _of_all_cards(listing(TEXTS, decoded, _noted(_TEXTS_NOTE), left=3)),
+        f"{COMMAND} --texts",
     ),
 }
 PLOTS = {"sequence_parallel_projection": (FILE, shortest_and_longest, (6, 3.6, 0), plot_projection)}

@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.ranks import merged_bytes
+from triforce_tree.kv.offload.bandwidth import read_bandwidth
 from triforce_tree.models.indexers import indexers
 from triforce_tree.models.model_copy import text_decoder, weight_bytes
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 from triforce_tree.models.supported import max_positions
 from triforce_tree.models.tensor_parallel import layers_to_shard, neurons_divide, of_attention, shards_of
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.distributed import Group
 
 _LOG = logging.getLogger(__name__)
 # The length that is assumed for models that name none.
@@ -58,6 +61,13 @@ class Ranks:
     read: float
     within: Link = WITHIN
     between: Link = BETWEEN
+
+    @classmethod
+    def joined(cls, group: Group) -> "Ranks":
+        """Returns the ranks that have joined; all of them must call it, since the slowest one counts."""
+        read = distributed.all_reduce_min([read_bandwidth(group.device)])[0]
+        links = (WITHIN, BETWEEN) if group.device.type == "cuda" else (HOSTS, HOSTS)
+        return cls(group.size, distributed.local_size(), read, *links)
 
     def link(self, adjacent: int) -> Link:
         """Returns the link that connects groups of so many adjacent ranks."""
@@ -98,12 +108,12 @@ def pass_seconds(
     windowed = kinds.count("sliding_attention") if window < length else 0
     slots = ((layers - windowed) * length // context + windowed * window) * slot // heads
     hidden = tokens * config.hidden_size * itemsize
-    waiting = ranks.link(heads).seconds(heads, _all_reduced(heads, hidden))
+    waiting = ranks.link(heads).seconds(heads, all_reduced(heads, hidden))
     if context > 1:
         sent = (context - 1) * merged_bytes(tokens, query // heads, width, itemsize)
         waiting += ranks.link(ranks.size).seconds(context, sent)
     if planned:
-        waiting += ranks.link(inner).seconds(inner, _all_reduced(inner, hidden))
+        waiting += ranks.link(inner).seconds(inner, all_reduced(inner, hidden))
     return float((weights + slots) / ranks.read + layers * waiting)
 
 
@@ -165,6 +175,6 @@ def _refuse_recurrent(model: nn.Module, context: int) -> None:
         )
 
 
-def _all_reduced(ranks: int, size: int) -> float:
+def all_reduced(ranks: int, size: int) -> float:
     """Returns the bytes that a rank sends to reduce ``size`` bytes."""
     return 2 * (ranks - 1) / ranks * size
