@@ -472,7 +472,7 @@ class DecodingProgram:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
         """
         self._check(prompts)
-        self._choose_frequencies(lengths or [len(prompt) for prompt in prompts])
+        self._choose_frequencies(prompts, lengths)
         try:
             reused = self.cache.prefill(prompts, progress, reuse, self.state.features)
             self._start(prompts)
@@ -543,7 +543,7 @@ class DecodingProgram:
             lengths: see :meth:`prefill`.
         """
         self._check(prompts)
-        self._choose_frequencies(lengths or [len(prompt) for prompt in prompts])
+        self._choose_frequencies(prompts, lengths)
         if self.cache.holds([len(p) - 1 for p in prompts]):
             if self.state.features is not None:
                 self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
@@ -562,9 +562,9 @@ class DecodingProgram:
                     f"and {least} to {self.max_seq_len} tokens; use fewer levels or a smaller budget"
                 )
 
-    def _choose_frequencies(self, lengths: Sequence[int]) -> None:
+    def _choose_frequencies(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         if (rope := self.target.length_rope) is not None:
-            rope.choose_for_texts(lengths)
+            rope.choose_for_texts(lengths or [len(prompt) for prompt in prompts])
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Sets the state of the sequences to the ends of prompts whose keys and values are in the cache."""

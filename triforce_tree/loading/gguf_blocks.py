@@ -131,11 +131,8 @@ class GgufBlocks:
     def _unpacked(self, part: _Part, content: Tensor) -> Tensor:
         import gguf as package
 
-        kind = package.GGMLQuantizationType(part.stored.kind)
         rows = content.numpy().reshape(*part.stored.shape[:-1], -1)
-        if kind in (package.GGMLQuantizationType.F32, package.GGMLQuantizationType.F16):
-            rows = rows.view(np.float32 if kind == package.GGMLQuantizationType.F32 else np.float16)
-        values = package.dequantize(rows, kind)
+        values = package.dequantize(rows, package.GGMLQuantizationType(part.stored.kind))
         values = self._processor.process(weights=values, name=part.stored.name).weights
         return torch.from_numpy(np.array(values, np.float32))
 

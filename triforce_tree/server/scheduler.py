@@ -474,9 +474,9 @@ class Scheduler:
             _LOG.warning("a batch failed; %d of its texts begin anew, one by one: %s", len(again), error)
         for sequence in left:
             if sequence not in again:
-                if error is None and not sequence.cancelled:
-                    error = RuntimeError("the batch ended before this text, which is a fault of the server")
                 sequence.error = sequence.error or error
+                if sequence.error is None and not sequence.cancelled:
+                    sequence.error = RuntimeError("the batch ended before this text, a fault of the server")
                 self.ended(sequence)
         with self._changed:
             self.running -= len(again)
