@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import openai
@@ -171,13 +172,13 @@ def test_a_long_prompt_does_not_stop_a_running_text(monkeypatch: Any) -> None:
     assert longest <= 6, events
 
 
-ENGINES: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {
-    "three levels": (tiny("llama-gqa"), {"levels": 3, "rounds": 2}),
-    "host memory": (tiny("llama-gqa"), {"offload": True}),
-    "one level": (tiny("llama-gqa"), {"levels": 1}),
-    "8 bits": (tiny("llama-gqa"), {"kv_bits": 8}),
-    "windows": (tiny("gemma3"), {}),
-    "recurrent": (recurrent("qwen3-next"), {}),
+ENGINES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
+    "three levels": (partial(tiny, "llama-gqa"), {"levels": 3, "rounds": 2}),
+    "host memory": (partial(tiny, "llama-gqa"), {"offload": True}),
+    "one level": (partial(tiny, "llama-gqa"), {"levels": 1}),
+    "8 bits": (partial(tiny, "llama-gqa"), {"kv_bits": 8}),
+    "windows": (partial(tiny, "gemma3"), {}),
+    "recurrent": (partial(recurrent, "qwen3-next"), {}),
 }
 
 
@@ -187,10 +188,11 @@ def test_random_requests_get_the_replies_that_they_get_alone(
     kind: str, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling options, grammars and numbers of choices differ within a batch, and clients leave."""
-    seed, (target, options) = random.randrange(2**32), ENGINES[kind]
+    seed, (make, options) = random.randrange(2**32), ENGINES[kind]
     monkeypatch.setattr("triforce_tree.decoding.chunked_prefill._PAUSE", pause)
     monkeypatch.setattr("triforce_tree.requests.batch._PATIENCE", 3)
-    target.generation_config.eos_token_id, tokenizer = 63, characters()
+    target, tokenizer = make(), characters()
+    target.generation_config.eos_token_id = 63
     arguments = load_arguments({**CHUNKED_DRAFTED, **options})
     engine = triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, **arguments)
     report = run(engine, 60, 12, seed)

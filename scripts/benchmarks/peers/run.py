@@ -1,4 +1,4 @@
-"""The same model, prompts and temperatures through other engines: docs/results/peers_MACHINE.jsonl.
+"""Measures the same model, prompts and temperatures in several engines: docs/results/peers_MACHINE.jsonl.
 
     python -m scripts.benchmarks peers --models models --contexts 512 2048 7168        # on a CPU
     python -m scripts.benchmarks peers --python llama.cpp=other/bin/python --only 'llama.cpp/*'

@@ -118,7 +118,7 @@ def raises() -> Any:
 
 
 def ends() -> Any:
-    """The same, and its program ends with the error."""
+    """A rank leaves its program in the middle of a call, with a message."""
     raises_once = After(lambda: sys.exit("this rank has too little memory"))
     return error_of(lambda: generated(engine(), stopping_criteria=[raises_once]))
 
