@@ -319,7 +319,7 @@ class HFModel:
                 ) from error
 
     def _probe(self) -> None:
-        recorder, problem, known = Recorder(), None, bool(self.calls)
+        recorder, problem, known = Recorder(self.device), None, bool(self.calls)
         cause: Exception | None = None
         try:
             with self.active(own=True):

@@ -24,13 +24,17 @@ class LayerCall:
 class Recorder:
     """A ``KVCache`` that records each layer's call, by layer index.
 
+    Args:
+        device: of the model.
+
     Attributes:
         calls: parameters and heads of each layer's attention.
         index_dims: elements of a key of each layer's indexer.
         outputs: length of the tuples that decoder layers return; 0 where they return the hidden state alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.outputs = 0
         self.states = StateRecorder()
         self.recurrent: ChunkPass | None = self.states
@@ -50,7 +54,7 @@ class Recorder:
             layers[0].register_forward_hook(note)
 
     def positions(self, count: int) -> Tensor:
-        return torch.arange(count)
+        return torch.arange(count, device=self._device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         self.calls[layer] = (
@@ -60,7 +64,7 @@ class Recorder:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)
 
     def visible(self, queries: int) -> Tensor:
-        return torch.ones(1, queries, queries, dtype=torch.bool)
+        return torch.ones(1, queries, queries, dtype=torch.bool, device=self._device)
 
     def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
         self.index_dims[layer] = new.shape[2]

@@ -72,6 +72,14 @@ def test_greedy_texts_are_transformers_own(name: str, path: str) -> None:
         assert path == "auto" or (names == {"target"}) == (path == "plain")
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_read_with_tensors_of_its_own_device(name: str) -> None:
+    """Another default device stands for a GPU: a tensor without a device would be elsewhere than the model."""
+    model = model_of(name)
+    with torch.device("meta"):
+        assert HFModel(model).indexed
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forwards_are_captured(name: str) -> None:
