@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from scripts.benchmarks.common.results import Record
-from scripts.benchmarks.common.texts import cut
 from scripts.train_drafters.segments import Segments
 from scripts.train_drafters.teacher import Teacher
+from scripts.train_pair.given.overlaps import spaced
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def by_context(
     start = torch.tensor([context - new - depths], device=device)
     segments = Segments(network.cache, torch.zeros_like(start), start, new, network.every)
     overlaps, agreements = torch.zeros(2, depths, device=device)
-    for number in range(windows):
-        tokens = torch.tensor([cut(ids, number * len(ids) // windows, context)], device=device)
+    for window in spaced(ids, windows, context):
+        tokens = torch.tensor([window], device=device)
         hidden = teacher.states(tokens, network.features)
         for depth, made in enumerate(network(tokens, hidden, segments)):
             final = segments.take_own(hidden[teacher.layers], 1 + depth)

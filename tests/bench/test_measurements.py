@@ -1,4 +1,4 @@
-"""Prompts, results on disk, baselines, needles and overlaps."""
+"""Prompts, results on disk, baselines, needles and comparisons."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from triforce_tree.bench import needle, results, speed
 from triforce_tree.bench import texts as text
 from triforce_tree.bench.baselines import METHODS, Job
 from triforce_tree.bench.tables import speed_of
-from triforce_tree.check import overlap
 from triforce_tree.check.compare import Comparison, compared, summary
 from triforce_tree.runtime.files.text_files import read_text
 
@@ -156,39 +155,6 @@ def test_heat_map_is_a_png(tmp_path: Path) -> None:
     found = [{"through": "target", "length": n, "depth": 0.0, "found": n < 20} for n in (10, 20)]
     needle.heat_map(found, "target", [10, 20, 30], [0.0, 1.0], tmp_path / "h.png")
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_overlap_of_a_level_with_itself_is_one(engine: Engine, ids: list[int]) -> None:
-    # A budget above the prompt makes the retrieval cache complete.
-    whole = engine.with_options(budget=1024)
-    steps = list(overlap.teacher_forced(whole, ids[:260], 200))
-    assert sum(len(s.tokens) for s in steps) == 60
-    assert [t for s in steps for t in s.tokens] == ids[200:260]
-    target = torch.cat([s.target for s in steps])
-    retrieval = torch.cat([s.retrieval for s in steps])
-    draft = torch.cat([s.draft for s in steps if s.draft is not None])
-    assert overlap.overlap(target, retrieval) == pytest.approx(1, abs=1e-4)
-    assert 0.2 < overlap.overlap(target, draft) < 0.999
-
-
-def test_teacher_forced_distributions_are_the_models_own(engine: Engine, ids: list[int]) -> None:
-    steps = list(overlap.teacher_forced(engine, ids[:250], 180))
-    model: Any = engine.target.model
-    with torch.no_grad():
-        expected = model(torch.tensor([ids[:250]])).logits[0, 179:249].softmax(-1)
-    torch.testing.assert_close(torch.cat([s.target for s in steps]), expected, atol=1e-5, rtol=1e-3)
-
-
-def test_acceptance_by_rank(generator: torch.Generator) -> None:
-    q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
-    p = torch.tensor([[0.1, 0.8, 0.1], [0.1, 0.2, 0.7]])
-    assert overlap.greedy_ranks(p, q, 3).tolist() == [0.5, 0.5, 0.0]
-    same = overlap.sampling_ranks(q, q, 3, generator)
-    assert same.tolist() == pytest.approx([1, 0, 0], abs=1e-6)
-    many = overlap.sampling_ranks(p[:1].expand(4000, 3), q[:1].expand(4000, 3), 3, generator)
-    # The first sibling is accepted with probability sum(min(p, q)), and three tokens are all there are.
-    assert float(many[0]) == pytest.approx(0.5, abs=0.02)
-    assert float(many.sum()) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_comparison_reports_the_first_difference(engine: Engine, ids: list[int]) -> None:

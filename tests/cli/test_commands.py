@@ -321,11 +321,11 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
+def test_check_passes(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "check", *pair.options, "--lengths", "1", "130", "--new-tokens", "20", "--draws", "40",
         "--contexts", "1", "--context", "33", "--budget", "64", "--advanced", "recent=32",
-        "--acceptance", "--json",
+        "--json",
     )  # fmt: skip
     result = last_object(out)
     assert code == 0
@@ -338,8 +338,6 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     ]
     assert [forward["prompt_tokens"] for forward in result["forwards"]] == [1, 130]
     assert all(forward["error"] < 1e-5 for forward in result["forwards"])
-    assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
-    assert "--tree 'static:" in err
     said = " ".join(err.split())
     assert re.search(
         r"no difference to the target was found; sampling off by 0\.\d\d in total variation", said

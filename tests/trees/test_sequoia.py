@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.expected_acceptances import expected_acceptances
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees import sequoia
 from triforce_tree.trees.sequoia import Ranks, best_paths
 from triforce_tree.trees.shapes import (
     BestFirst,
     Static,
-    expected_acceptances,
     load_shape,
     parse_shape,
     save_shape,

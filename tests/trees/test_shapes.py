@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.expected_acceptances import expected_acceptances
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.draws import draw_tokens
 from triforce_tree.trees.shapes import (
@@ -14,7 +15,6 @@ from triforce_tree.trees.shapes import (
     Ranks,
     Static,
     chain_shape,
-    expected_acceptances,
     parse_shape,
     sequoia,
 )

@@ -152,11 +152,6 @@ def _check(subparsers: Any) -> None:
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling test")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument(
-        "--acceptance",
-        action="store_true",
-        help="also measure acceptance by sibling rank, and print the best tree shape for it",
-    )
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)

@@ -8,14 +8,10 @@ from transformers import StoppingCriteriaList
 
 from triforce_tree.bench import texts as text
 from triforce_tree.check import losslessness as check
-from triforce_tree.check import overlap
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results
 from triforce_tree.cli.texts import documents
 from triforce_tree.engine import Engine
-from triforce_tree.trees.shapes import sequoia
-
-RANKS = 8
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,14 +24,11 @@ def run(args: argparse.Namespace) -> int:
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
     done: list[check.Forward | check.Greedy | check.Sampling] = []
-    acceptance: dict[str, Any] | None = None
     with Interrupt() as interrupt:
         forwards = _forwards(args, engine, ids, interrupt)
         done += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
             done += _sampling(args, engine, ids, interrupt)
-        if args.acceptance and not interrupt.requested:
-            acceptance = _acceptance(args, engine, ids, interrupt)
     passed = all(result.passed for result in done)
     if not interrupt.requested:
         results(args).print(
@@ -45,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         result: dict[str, Any] = {"passed": passed, "interrupted": interrupt.requested}
-        result |= {"forwards": check.as_dicts(forwards), "acceptance": acceptance}
+        result["forwards"] = check.as_dicts(forwards)
         result["results"] = check.as_dicts(done[len(forwards) :])
         json_line(result)
     return 130 if interrupt.requested else int(not passed)
@@ -178,27 +171,3 @@ def _sampling(
     title = f"sampled tokens against the exact distribution, T={args.temperature:g}"
     results(args).print(plain_table(title, columns, rows))
     return done
-
-
-def _acceptance(
-    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
-) -> dict[str, Any]:
-    length = max(args.lengths)
-    tokens = _cut(ids, min(len(ids), length + args.new_tokens), 1)
-    steps = []
-    for step in overlap.teacher_forced(engine, tokens, len(tokens) - args.new_tokens, args.temperature):
-        stop.check()
-        steps.append(step)
-    result: dict[str, Any] = {}
-    for mode, is_greedy in (("greedy", True), (f"T={args.temperature:g}", False)):
-        vectors = overlap.acceptance_by_rank(steps, RANKS, is_greedy, args.seed)
-        result[mode] = vectors
-        rows = [(name, *(f"{x:.3f}" for x in vector)) for name, vector in vectors.items()]
-        columns = ("from -> to", *(f"rank {r}" for r in range(1, RANKS + 1)))
-        results(args).print(plain_table(f"acceptance by sibling rank, {mode}", columns, rows))
-        first = vectors.get("draft -> retrieval")
-        if first and sum(first) > 0:
-            results(args).print(
-                f"  the best tree of 15 tokens and depth 3: --tree '{sequoia(first, 15, 3).name}'"
-            )
-    return result

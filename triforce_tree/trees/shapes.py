@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from triforce_tree.option_checks import did_you_mean
-from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
+from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths
 from triforce_tree.trees.topology_files import SUFFIX, check_shape_file, read_topology, write_topology
 
 # Limits of a tree. One forward verifies all nodes, and every depth takes a forward of the draft.
@@ -139,25 +139,7 @@ def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
     return Static(best_paths(acceptance, size, depth))
 
 
-def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
-    """Returns the expected accepted tokens of a static tree, without the bonus token.
-
-    Args:
-        acceptance: by rank, or by depth and rank.
-    """
-    vectors, total = vectors_by_depth(acceptance), 0.0
-    frontier: list[tuple[Ranks, float]] = [((), 1.0)]
-    while frontier:
-        parent, chance = frontier.pop()
-        vector = vectors[min(len(parent), len(vectors) - 1)]
-        for rank in range(min(shape.counts.get(parent, 0), len(vector))):
-            total += chance * vector[rank]
-            frontier.append(((*parent, rank), chance * vector[rank]))
-    return total
-
-
-# Acceptance by rank of a distilled draft on long contexts in greedy decoding. Acceptance that was measured
-# for the user's models (triforce-tree check --acceptance) replaces it.
+# Acceptance by rank of a distilled draft on long contexts in greedy decoding.
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 

@@ -19,7 +19,6 @@ GPU and on a CPU with AMX, else fp32. ``--resume`` goes on from the last checkpo
 
 import argparse
 import copy
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import triforce_tree
-from scripts.benchmarks.common.texts import cut as cut_ring
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
+from scripts.train_pair.given.overlaps import overlaps
 from scripts.train_pair.given.text import TOKENS
 from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import llama, new_model
 from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
 from triforce_tree.bench.texts import pydoc_text, token_ids
-from triforce_tree.check import overlap
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
 # Positions whose logits exist at a time: two fp32 rows of the vocabulary for each.
 _LOGITS_ON_GPU, _LOGITS_ON_CPU = 8192, 2048
-# Tokens after each prompt of the evaluation.
-NEW = 128
 # Minutes of training from which the compilation of the loss, one minute, is worth it on a CPU.
 _LONG = 5.0
 # Tokens at the beginning of a segment that teach nothing: no window is that empty while decoding.
@@ -159,26 +155,6 @@ class Distillation:
             for x, y in zip(student.split(self.most), teacher.split(self.most), strict=True)
         ]
         return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
-
-
-def overlaps(
-    engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, count: int
-) -> tuple[float, float]:
-    """Returns the overlaps (retrieval level, draft) with the target over ``NEW`` tokens after each prompt.
-
-    The overlap is the mean of sum(min(p, q)) at temperature 1, the probability that a token drawn from q is
-    accepted under p. The ``count`` prompts of ``length`` tokens begin at even distances;
-    the text wraps around.
-    """
-    engine = engine.with_options(budget=budget)
-    retrieval, draft = [], []
-    for number in range(count):
-        window = cut_ring(ids, number * len(ids) // count, length + NEW)
-        for probs in overlap.teacher_forced(engine, window, length):
-            retrieval += torch.minimum(probs.retrieval, probs.target).sum(-1).tolist()
-            assert probs.draft is not None, "the draft is a model"
-            draft += torch.minimum(probs.draft, probs.target).sum(-1).tolist()
-    return statistics.fmean(retrieval), statistics.fmean(draft)
 
 
 def measured(args: argparse.Namespace, run: Run) -> dict[str, float | None]:

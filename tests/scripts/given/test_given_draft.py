@@ -110,7 +110,7 @@ def test_a_short_training_saves_a_draft_that_the_engine_takes(
     script: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, out = script("train_pair.given.__main__"), tmp_path / "out"
-    monkeypatch.setattr(given, "NEW", 12)
+    monkeypatch.setattr(script("train_pair.given.overlaps"), "NEW", 12)
     monkeypatch.setattr(given, "pydoc_text", lambda: "What a statement does, and what it may not. " * 60)
     words = ["--target", TARGET, "--data", str(data), "--out", str(out), "--minutes", "0.01", *WORDS]
     more = ["--tokens", str(LENGTH), "--evaluate", "320", "--budget", "264", "--windows", "1"]
