@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
 
-from scripts.benchmarks.common.texts import Source, pieces
+from scripts.benchmarks.sources.python_files import python_texts
 from triforce_tree.bench.texts import dataset_texts
 
 # Packages whose docstrings and sources are trained on. None of them is a source of the benchmarks' prompts.
@@ -53,7 +53,7 @@ def documents(source: str) -> Iterator[str]:
     """Returns the texts of one source; see the module's docstring."""
     kind, _, package = source.partition(":")
     if kind in ("docstrings", "code") and package:
-        return pieces(Source(package, (package,), kind == "code"))
+        return python_texts([package], kind == "code")
     if kind == "files" and "*" in package:
         return read_all(map(Path, sorted(glob(package, recursive=True))))
     if kind == "files":

@@ -9,9 +9,7 @@ from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.python_files import docstrings
 
 
-def test_texts_are_read_as_rings(script: Any) -> None:
-    prompts = script("benchmarks.common.texts")
-    assert prompts.cut([1, 2, 3, 4], 6, 3) == [3, 4, 1]
+def test_docstrings_stand_below_their_functions() -> None:
     code = 'def f(a, *, b=1):\n    """' + "word " * 20 + '"""\n\n\ndef g():\n    """Short."""\n'
     assert docstrings(code).startswith("f(a, *, b=1)\n\n   word word")
     assert "Short" not in docstrings(code)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 
-from scripts.benchmarks.sources.registry import SOURCES, MissingTextError, Texts, TextSource
+from scripts.benchmarks.sources.registry import SOURCES, Texts, TextSource
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
@@ -35,10 +35,8 @@ def long_prompts(
         for other in (s for s in SOURCES if s.copies is None and s.name != own.name):
             if len(ids) == length:
                 break
-            try:
+            if texts.holds(other):
                 ids = [*read(other)[: length - len(ids)], *ids]
-            except MissingTextError:
-                continue
         if len(ids) < length:
             raise ValueError(
                 f"the texts that are here have {len(ids):,} tokens, and the prompt {length:,}; pack more of "

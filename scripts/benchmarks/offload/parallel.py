@@ -20,6 +20,7 @@ from scripts.benchmarks.offload.rows import STREAMED
 from scripts.benchmarks.offload.rows import rows as rows_of_one
 from scripts.benchmarks.offload.run import PARTS, Session, measure_part, print_rows
 from scripts.benchmarks.offload.tables import PARALLEL
+from scripts.benchmarks.sources.registry import Texts
 from triforce_tree.runtime import distributed
 
 
@@ -71,6 +72,7 @@ def path_of(out: Path) -> Path:
 
 def main(words: Sequence[str] | None = None) -> None:
     made = parser("benchmarks parallel", __doc__)
+    made.add_argument("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     group = distributed.join(device.type)
@@ -81,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
         plan = replace(plan.tiny(), shape=TINY_SHAPES["llama-2-13b"])
     settings = settings_of({**plan.as_dict(), "gpus": gpus}, args.seed, args.tiny)
     file = ResultsFile(path_of(results_folder(args.out, args.tiny)), f"7b on {gpus}", settings, rows)
-    measure_part(plan, file, lambda: SharedSession(plan, file, device, args.seed))
+    measure_part(plan, file, lambda: SharedSession(plan, file, Texts(args.texts), device, args.seed))
     if distributed.is_first_rank():
         print_rows(file)
     distributed.leave()

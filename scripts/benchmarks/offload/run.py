@@ -2,7 +2,7 @@
 
 A part goes into docs/results/offload_h200.jsonl. Each measurement is on disk as soon as it is made, so that a
 run which was cut short goes on when it is called again. Measurements with other settings or of another commit
-are not continued. Prompts are real texts (``common/texts.py``), and the models are the embedded target and
+are not continued. Prompts are real texts (``sources/registry.py``). The models are the embedded target and
 draft, inflated to the sizes of real models. Only decoding is timed, and no text ends early. The limit is that
 of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
 decoding of this engine, whose cache is streamed too.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
+from scripts.benchmarks.common.long_texts import long_prompts
 from scripts.benchmarks.common.results import (
     OURS,
     RESULTS,
@@ -34,11 +36,11 @@ from scripts.benchmarks.common.results import (
     inflated_vocabulary,
     settings_of,
 )
-from scripts.benchmarks.common.texts import SOURCES, Library, Source
 from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.bench import Bench, Run
 from scripts.benchmarks.offload.rows import ATTENDED, STREAMED, rows
 from scripts.benchmarks.offload.tables import FILE
+from scripts.benchmarks.sources.registry import SOURCES, Texts
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.bandwidth import bandwidths
@@ -52,13 +54,8 @@ from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 from triforce_tree.runtime.executor import free_memory
 
-_PACKAGES = tuple(p for source in SOURCES for p in source.packages if not source.code)
 # Of a memory plan.
 _PLANNED = ("split", "device_gib", "host_gib", "pass_weights_gib")
-_ONE_TEXT = (
-    Source("docstrings of all packages", _PACKAGES),
-    Source("source code of transformers", ("transformers",), code=True),
-)
 # Passes in which the stages are timed one by one.
 _PROFILED = 6
 
@@ -75,7 +72,6 @@ class Plan:
         options: of the hierarchy.
         limits: GiB of device memory, one after the other.
         resident: share of the cache that stays on the device; None for all that fits under the limit.
-        one_text: prompts are cut from all sources together, since none is long enough.
         weights_on_host: the target's weights are streamed too.
     """
 
@@ -89,7 +85,6 @@ class Plan:
     options: Record = field(default_factory=dict)
     limits: tuple[float, ...] = (24.0,)
     resident: float | None = None
-    one_text: bool = False
     weights_on_host: bool = False
 
     def tiny(self) -> "Plan":
@@ -122,10 +117,11 @@ class Session:
     Args:
         plan: of the part.
         file: what is measured already, and where measurements go.
+        texts: what prompts are cut from; short ones follow others.
         device, seed: see ``Bench``.
     """
 
-    def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
+    def __init__(self, plan: Plan, file: ResultsFile, texts: Texts, device: torch.device, seed: int) -> None:
         self._start = time.perf_counter()
         self.plan, self.file, self.device, self.seed = plan, file, device, seed
         # The limit under which a program is open, and its memory plan.
@@ -135,7 +131,9 @@ class Session:
         self.say(f"{plan.shape}: inflating, with {inflated_vocabulary(plan.shape):,} entries of vocabulary")
         limit = max(plan.limits) if device.type == "cuda" else None
         self.bench = Bench(plan.shape, plan.draft_shape, device, seed, limit, plan.weights_on_host)
-        self._library = Library(self.bench.tokenizer, plan.context, _ONE_TEXT if plan.one_text else SOURCES)
+        names = [source.name for source in SOURCES if source.copies is None and texts.holds(source)]
+        prompts = long_prompts(texts, names[: plan.prompts], [plan.context])[plan.context]
+        self._prompts = list(prompts.items())
 
     def machine(self) -> Record:
         """Measures the machine, and returns figures for the part's header."""
@@ -191,16 +189,16 @@ class Session:
             self.say(note)
             self.file.note(note[:500])
             return
-        prompt = self._library.prompt(number, self.plan.context)
-        if self.bench.feed(prompt.tokens):
-            self.say(f"prefill {self.bench.prefill_seconds:.2f} s, {prompt.name}")
+        name, prompt = self._prompts[number]
+        if self.bench.feed(prompt):
+            self.say(f"prefill {self.bench.prefill_seconds:.2f} s, {name}")
         for key in (key for key in keys if self.file.find(**key) is None):
-            text = self.ours(key, prompt.tokens, prompt.name).text[: self.plan.plain_tokens]
+            text = self.ours(key, prompt, name).text[: self.plan.plain_tokens]
             if key["temperature"] == 0:
                 if self.bench.cache.share(1):
-                    self._plain(key, prompt.tokens, text, ATTENDED)
+                    self._plain(key, prompt, text, ATTENDED)
                 with self.bench.streaming_alone():
-                    self._plain(key, prompt.tokens, text, STREAMED)
+                    self._plain(key, prompt, text, STREAMED)
 
     def ours(self, key: Record, prompt: list[int], source: str) -> Run:
         """Measures our engine, and the times of its stages."""
@@ -273,7 +271,7 @@ _WITH_THE_CPU = {"host_attention": True}
 PARTS = {
     "7b": Plan("llama-2-7b"),
     "8b": Plan("llama-3.1-8b"),
-    "8b-512k": Plan("llama-3.1-8b", 524_288, prompts=1, one_text=True, new_tokens=128),
+    "8b-512k": Plan("llama-3.1-8b", 524_288, prompts=1, new_tokens=128),
     # 24 GiB of weights and 75 of cache are what a host of 128 GiB can lock.
     "13b": Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True),
     "resident": Plan("llama-2-7b", limits=(80.0,), resident=0.75),
@@ -289,6 +287,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--part", choices=[*PARTS, "all"], nargs="+", required=True, help="what to measure")
     add("--prompts", type=int, help="how many; by default as the part has it")
     add("--temperatures", type=float, nargs="+", help="0 is greedy; likewise")
+    add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
     args = made.parse_args(words)
     args.device = device_of(made, args.tiny)
     return args
@@ -296,7 +295,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = options(words)
-    path = results_folder(args.out, args.tiny) / FILE
+    path, texts = results_folder(args.out, args.tiny) / FILE, Texts(args.texts)
     begin = None if args.tiny else RESULTS / FILE
     for part in PARTS if "all" in args.part else args.part:
         plan = PARTS[part].tiny() if args.tiny else PARTS[part]
@@ -304,5 +303,5 @@ def main(words: Sequence[str] | None = None) -> None:
         plan = replace(plan, temperatures=tuple(args.temperatures or plan.temperatures))
         settings = settings_of(plan.as_dict(), args.seed, args.tiny)
         file = ResultsFile(path, part, settings, rows, begin)
-        measure_part(plan, file, lambda p=plan, f=file: Session(p, f, args.device, args.seed))
+        measure_part(plan, file, lambda p=plan, f=file: Session(p, f, texts, args.device, args.seed))
         print_rows(file)

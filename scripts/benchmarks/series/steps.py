@@ -90,6 +90,11 @@ def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> 
     return Step(name, f"scripts.benchmarks {words} --out {out}", minutes, **more)
 
 
+def _offload(part: str, minutes: float) -> Step:
+    words = f"offload --part {part} --texts {TEXTS}"
+    return _bench(f"offload-{part}", words, minutes, alone=True, tiny=f"--part {part}")
+
+
 _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures 0 --new-tokens 8"
 _ON_CPU = "--shapes pair --temperatures 0 0.8 --seeds 1"
 
@@ -133,22 +138,14 @@ GPU = (
         20,
         tiny="--turns 2 --context 256 --reply 4",
     ),
-    _bench("offload-7b", "offload --part 7b", 9, alone=True, tiny="--part 7b"),
-    _bench("offload-8b", "offload --part 8b", 6, alone=True, tiny="--part 8b"),
-    _bench("offload-8b-512k", "offload --part 8b-512k", 9, alone=True, tiny="--part 8b-512k"),
-    _bench("offload-13b", "offload --part 13b", 6, alone=True, tiny="--part 13b"),
-    _bench("offload-caps", "offload --part caps", 8, alone=True, tiny="--part caps"),
-    _bench("offload-resident", "offload --part resident", 6, alone=True, tiny="--part resident"),
-    _bench(
-        "offload-host-attention", "offload --part host-attention", 6, alone=True, tiny="--part host-attention"
-    ),
-    _bench(
-        "offload-host-attention-8b",
-        "offload --part host-attention-8b",
-        4,
-        alone=True,
-        tiny="--part host-attention-8b",
-    ),
+    _offload("7b", 9),
+    _offload("8b", 6),
+    _offload("8b-512k", 9),
+    _offload("13b", 6),
+    _offload("caps", 8),
+    _offload("resident", 6),
+    _offload("host-attention", 6),
+    _offload("host-attention-8b", 4),
     _bench("exact", "exact", 30, timed=True),
     Step(
         "paper",
@@ -166,7 +163,7 @@ GPU = (
     ),
     # The first --texts alone takes what is installed.
     _bench("split", f"split --texts --texts {TEXTS}", 10, every_card=True),
-    _bench("parallel", "parallel", 4, every_card=True),
+    _bench("parallel", f"parallel --texts {TEXTS}", 4, every_card=True),
 )
 """Measured on one GPU, or side by side on several; those on all cards last."""
 

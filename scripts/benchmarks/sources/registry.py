@@ -162,6 +162,14 @@ class Texts:
                 raise MissingTextError(f"text {source.name!r}: {error}; {source.remedy}") from error
         return self._held[source.name]
 
+    def holds(self, source: TextSource) -> bool:
+        """Returns whether a source's text can be read here."""
+        try:
+            self.read(source)
+        except MissingTextError:
+            return False
+        return True
+
     def first(self, name: str) -> TextSource:
         """Returns the source of this name, or the first of this kind that is here.
 
