@@ -72,9 +72,6 @@ PAGES = {
             "by token, and between two pieces of text.",
         ),
     )),
-    "cpu.md": Page("The embedded pair on a CPU", "../cpu.md", (
-        Section("Acceptance", "cpu_16k_acceptance"),
-    )),
     "peers.md": Page("Other engines on the same model", "../cpu.md#beside-other-engines", (
         Section("Every engine and mode on a CPU", "peers_cpu_all"),
     )),

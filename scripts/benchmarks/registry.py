@@ -104,12 +104,6 @@ BENCHMARKS = {
         "greedy texts and times of bit-exact mode: docs/exact.md",
         "bit_exact_{machine}.jsonl",
     ),
-    "cpu": Benchmark(
-        "benchmarks.cpu.speed",
-        "the embedded pair on a CPU beside transformers: docs/cpu.md",
-        "cpu_16k.jsonl",
-        to_file=True,
-    ),
     "kernels_by_arch": Benchmark(
         "checks.kernels_by_arch.__main__",
         "compiles every kernel for GPUs not at hand",

@@ -14,7 +14,6 @@ from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table
 from scripts.benchmarks.common.results import ROOT, content_at
-from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.offload import tables as offload
@@ -73,7 +72,7 @@ TABLES = {
     "log": Table(texts.ANY_TEXT, notes, ""),
     "pages": Table(texts.ANY_TEXT, lambda _: pages.index(), ""),
     "files": Table(texts.ANY_TEXT, files, texts.COMMAND),
-    **offload.TABLES, **attention.TABLES, **cpu.TABLES,
+    **offload.TABLES, **attention.TABLES,
     **models_table.TABLES, **texts.TABLES,
     **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES, **peers.TABLES,
     **front.TABLES,

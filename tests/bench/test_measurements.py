@@ -186,19 +186,14 @@ def test_a_comparison_reports_the_first_difference(engine: Engine, ids: list[int
 def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tables = script("benchmarks.tables")
     monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
-    marked = "a\n<!-- table: cpu_16k -->\nold figures\n<!-- end table -->\nb\n"
-    assert "Not measured yet: `python -m scripts.benchmarks cpu`" in make_tables.filled(marked)
-    records = results.Records(None, {"context": 16384, "new_tokens": 100})
-    for method, seconds in (
-        ("triforce-3-level", 1.0), ("triforce-autoregressive", 2.0), ("transformers-static", 2.5),
-    ):  # fmt: skip
-        records.add(record(method, seconds))
-    result = {**results.header(0), "prompts": 1, "rows": speed_of(records)}
-    write(tmp_path / "cpu_16k.jsonl", result)
+    marked = "a\n<!-- table: bit_exact -->\nold figures\n<!-- end table -->\nb\n"
+    assert "Not measured yet: `python -m scripts.benchmarks exact`" in make_tables.filled(marked)
+    row = {"shape": "some", "levels": 2, "prompts": 3, "tokens": 1234, "partings": 0}
+    write(tmp_path / "bit_exact_h200.jsonl", {**results.header(0), "rows": [row]})
     made = make_tables.filled(marked)
     assert "old figures" not in made
-    assert "| triforce-3-level | 10.0 | 2.50x | 2.00x | 0 % |" in made
-    assert "File: `docs/results/cpu_16k.jsonl` (" in made
+    assert "| some | 2 | 3 | 1,234 | **0** |" in made
+    assert "File: `docs/results/bit_exact_h200.jsonl` (" in made
     assert make_tables.filled(made) == made
 
 

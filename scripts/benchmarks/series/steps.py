@@ -168,7 +168,6 @@ GPU = (
 """Measured on one GPU, or side by side on several; those on all cards last."""
 
 CPU = (
-    _bench("cpu", "cpu", 25, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
     _bench("conversation-cpu", "conversation", 15, tiny=None),
     _bench(
