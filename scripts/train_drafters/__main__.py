@@ -1,7 +1,7 @@
 """Trains a drafter for a target, by distillation, within a time limit.
 
-    python -m scripts.train_drafters.text --data kinds.npz --target TARGET --out tokens.npz
-    python -m scripts.train_drafters --kind eagle3 --target TARGET --data tokens.npz --out drafter --minutes 6
+    python -m scripts.train_pair.text --target TARGET --installed --out data
+    python -m scripts.train_drafters --kind eagle3 --target TARGET --data data/tokens.npz --out drafter
     python -m scripts.train_drafters ... --seconds 500          # ends a call; the same command goes on later
 
 TARGET is a folder, a GGUF file or a hub id; ``pair`` is the embedded target. The drafter learns the target's

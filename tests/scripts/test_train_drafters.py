@@ -236,24 +236,3 @@ def test_an_overlap_is_that_of_the_distributions(script: Any, tmp_path: Path) ->
     q = (made @ network.head.T).softmax(-1)
     assert found["overlap_40"][0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-3)
     assert found["agreement_40"][0] == float(p.argmax() == q.argmax())
-
-
-def test_texts_are_cut_evenly_and_written_in_the_targets_tokens(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, tokenizer = script("train_drafters.text"), load_tokenizer(PAIR / "target")
-    documents = ["def f(x):\n    return x\n", "Whether 'tis nobler, 1601?"]
-    ids = [token for document in documents for token in [*tokenizer(document).input_ids, 0]]
-    np.savez(tmp_path / "kinds.npz", code=np.array(ids, dtype=np.uint16))
-    tokenizer.save_pretrained(tmp_path / "other")
-    for target in ("pair", str(tmp_path / "other")):
-        data, out = tmp_path / "kinds.npz", tmp_path / "out.npz"
-        text.main(["--data", str(data), "--target", target, "--out", str(out)])
-        with np.load(out) as file:
-            assert file["code"].tolist() == ids
-            assert file["code"].dtype == np.uint16
-    assert "code: " in capsys.readouterr().out
-    many = text.parts(np.arange(1_000_000), 300_000)
-    assert len(many) <= 300_000
-    assert many[0] == 0
-    assert many[-1] == 999_999

@@ -1,6 +1,6 @@
 """Distils a small draft for a given target with its own tokenizer: on one GPU within minutes.
 
-    python -m scripts.train_pair.given.text --target TARGET --out data
+    python -m scripts.train_pair.text --target TARGET --installed --out data
     python -m scripts.train_pair.given --target TARGET --data data --out smollm2 --minutes 5
     python -m scripts.train_pair.given --target TARGET --data data --out smollm2 --minutes 40 \
         --tokens 2048 --length 2048                                     # on a CPU
@@ -33,11 +33,11 @@ from transformers.utils import logging
 import triforce_tree
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
 from scripts.train_pair.given.overlaps import overlaps
-from scripts.train_pair.given.text import TOKENS
 from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import llama, new_model
 from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
+from scripts.train_pair.text import TOKENS
 from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
@@ -53,15 +53,17 @@ class Slices:
     """Random slices of the token file.
 
     Args:
-        file: ids, uint16 or uint32.
+        file: ids by kind of text, uint16 or uint32.
         device: where they are kept.
         seed: of the draws.
     """
 
     def __init__(self, file: Path, device: torch.device, seed: int) -> None:
         if not file.exists():
-            raise FileNotFoundError(f"no {file}; make it with python -m scripts.train_pair.given.text")
-        self.tokens = torch.from_numpy(np.load(file).astype(np.int32)).to(device)
+            raise FileNotFoundError(f"no {file}; make it with python -m scripts.train_pair.text")
+        with np.load(file) as held:
+            tokens = np.concatenate([held[kind].astype(np.int32) for kind in held])
+        self.tokens = torch.from_numpy(tokens).to(device)
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, rows: int, length: int) -> Tensor:

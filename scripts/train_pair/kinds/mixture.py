@@ -49,7 +49,9 @@ class Mixture:
                 self._arrays += [torch.from_numpy(file[kind].astype(np.int32)).to(device) for kind in kinds]
             weights += [part * shares[kind] for kind in kinds]
         if not weights:
-            raise ValueError(f"{', '.join(map(str, files))}: none of {', '.join(shares)}; see kinds.text")
+            raise ValueError(
+                f"{', '.join(map(str, files))}: none of {', '.join(shares)}; see scripts.train_pair.text"
+            )
         self._weights = torch.tensor(weights)
         self._generator = torch.Generator().manual_seed(seed)
 

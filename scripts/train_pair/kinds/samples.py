@@ -1,12 +1,11 @@
 """Texts that a target writes behind prompts of each kind, as further data for its drafters.
 
-    python -m scripts.train_pair.kinds.samples --data kinds.npz --out written.npz --minutes 20
+    python -m scripts.train_pair.kinds.samples --data data/tokens.npz --out written.npz --minutes 20
 
 Speculative decoding judges a draft by the target's own text. Prompts are random slices of the file that
-``text`` made, or ``scripts.train_drafters.text`` for another target. Continuations are drawn at each of
-``--temperatures`` in turn. The output has an array for each kind, of prompts with their continuations and an
-end token after each; it is written anew after each batch of all kinds. ``--minutes`` may be exceeded by one
-batch.
+``scripts.train_pair.text`` made for it. Continuations are drawn at each of ``--temperatures`` in turn. The
+output has an array for each kind, of prompts with their continuations and an end token after each; it is
+written anew after each batch of all kinds. ``--minutes`` may be exceeded by one batch.
 """
 
 import argparse

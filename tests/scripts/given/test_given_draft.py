@@ -21,10 +21,9 @@ WORDS = ["--hidden", "64", "--layers", "1", "--head-dim", "32", "--mlp", "64", "
 @pytest.fixture
 def data(script: Any, tmp_path: Path) -> Path:
     """Returns the shortest token file that a slice fits into: every batch is the same."""
-    text = script("train_pair.given.text")
-    sources = ["code=code:json", "docstrings=docstrings:email"]
-    count = text.prepare(load_tokenizer(TARGET), tmp_path / "data", 2 * LENGTH / 1e6, 1.0, sources)
-    assert count == LENGTH
+    text, sources = script("train_pair.text"), ["code=code:json", "code=docstrings:email"]
+    made = text.prepare(load_tokenizer(TARGET), tmp_path / "data", sources, [], 1.0, LENGTH / 1e6)
+    assert made == {"code": LENGTH}
     return tmp_path / "data"
 
 
@@ -42,12 +41,12 @@ def test_text_files_of_a_folder_are_read(script: Any, tmp_path: Path) -> None:
 
 
 def test_a_token_file_is_bounded_and_begins_with_whole_documents(data: Path) -> None:
-    tokens = np.load(data / "tokens.npy")
+    tokens = np.load(data / "tokens.npz")["code"]
     assert (tokens.dtype, len(tokens)) == (np.uint16, LENGTH)
     tokenizer = load_tokenizer(data)
     assert tokenizer is not None
     manifest = json.loads((data / "manifest.json").read_text())
-    assert manifest["tokens"] == LENGTH
+    assert manifest["tokens"] == {"code": LENGTH}
     assert len(manifest["sources"]) == 2
     assert "def " in tokenizer.decode(tokens) or "(self" in tokenizer.decode(tokens)
 
@@ -62,7 +61,7 @@ def distillation(script: Any, data: Path, out: Path) -> Any:
     config = given.draft_config(target.config, args.hidden, args.layers, args.head_dim, args.mlp)
     draft = given.new_model(config, torch.device("cpu"))
     given.begin_embedding(draft, target)
-    slices = given.Slices(data / "tokens.npy", torch.device("cpu"), 0)
+    slices = given.Slices(data / "tokens.npz", torch.device("cpu"), 0)
     return given.Distillation(args, run.Run(args), target, draft, slices)
 
 
@@ -128,11 +127,11 @@ def test_what_cannot_be_distilled_is_said(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = script("train_pair.given.__main__")
-    with pytest.raises(FileNotFoundError, match=r"given\.text"):
-        given.Slices(tmp_path / "tokens.npy", torch.device("cpu"), 0)
-    np.save(tmp_path / "tokens.npy", np.zeros(10, dtype=np.uint16))
+    with pytest.raises(FileNotFoundError, match=r"train_pair\.text"):
+        given.Slices(tmp_path / "tokens.npz", torch.device("cpu"), 0)
+    np.savez(tmp_path / "tokens.npz", prose=np.zeros(4, dtype=np.uint16), code=np.zeros(6, dtype=np.uint16))
     with pytest.raises(ValueError, match="10 tokens, fewer than a slice of 20"):
-        given.Slices(tmp_path / "tokens.npy", torch.device("cpu"), 0)(1, 20)
+        given.Slices(tmp_path / "tokens.npz", torch.device("cpu"), 0)(1, 20)
     with pytest.raises(ValueError, match="--head-dim 48"):
         given.draft_config(None, 64, 1, 48, 64)
     with pytest.raises(SystemExit):

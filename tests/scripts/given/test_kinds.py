@@ -17,23 +17,44 @@ def saved(path: Path, **kinds: Any) -> Path:
 
 
 def test_texts_become_tokens_by_kind_without_held_out_ones(script: Any, tmp_path: Path) -> None:
-    text = script("train_pair.kinds.text")
-    folder = tmp_path / "usr" / "games"
+    text, tokenizer = script("train_pair.text"), load_tokenizer(PAIR / "target")
+    folder, out = tmp_path / "usr" / "games", tmp_path / "out"
     folder.mkdir(parents=True)
     held = "No one who had ever seen Catherine in her infancy would have supposed her a heroine."
     own = [f"A fortune of some length, number {'x' * i} of a row, that is not in any test." for i in range(9)]
     (folder / "sayings").write_text("\n%\n".join([*own, held]))
     (folder / "sayings.dat").write_bytes(b"\0index")
     source = text.KindSource("prose", "public domain", "sayings", ("usr/games/say*",))
-    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "A page of a manual, written anew. " * 12}))
-    more = [f"manuals={tmp_path / 'more.jsonl'}"]
-    counts = text.prepare(tmp_path / "kinds.npz", tmp_path, [held], 1.0, [source], more)
-    tokens, others = (np.load(tmp_path / "kinds.npz")[kind] for kind in ("prose", "manuals"))
+    pages = [f"Page {'i' * n} of a manual, written anew. " * 12 for n in range(1, 4)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
+    entries = [*source.entries(tmp_path), f"manuals={tmp_path / 'more.jsonl'}"]
+    counts = text.prepare(tokenizer, out, entries, [held], 1.0, 1.0)
+    tokens, others = (np.load(out / "tokens.npz")[kind] for kind in ("prose", "manuals"))
     assert counts == {"prose": len(tokens), "manuals": len(others)}
-    assert load_tokenizer(PAIR / "target").decode(tokens) == "\n\n".join(own) + "<|endoftext|>"
-    assert json.loads((tmp_path / "kinds.json").read_text())["contaminated_paragraphs"] == 1
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens) == "\n\n".join(own) + "<|endoftext|>"
+    found = sorted(tokenizer.decode(others).split("<|endoftext|>")[:-1])
+    assert found == sorted(page.rstrip() for page in pages)
+    assert json.loads((out / "manifest.json").read_text())["contaminated_paragraphs"] == 1
+    assert text.prepare(tokenizer, out, entries, [held], 1.0, 100 / 1e6) == {"prose": 100, "manuals": 100}
     with pytest.raises(ValueError, match="no text was found"):
-        text.prepare(tmp_path / "none.npz", tmp_path / "usr", [], 1.0, [source])
+        text.prepare(tokenizer, out, source.entries(tmp_path / "usr"), [], 1.0, 1.0)
+
+
+def test_sources_are_those_installed_or_those_of_packages(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = script("train_pair.text")
+    installed = text.entries_of(None, installed=True)
+    assert {"documentation=docstrings:json", "code=code:json", "manuals=files:/usr/share/doc"} <= {*installed}
+    both = text.entries_of(tmp_path, installed=True)
+    assert both[: len(installed)] == installed
+    debian = both[len(installed) :]
+    assert debian
+    assert all(f"=files:{tmp_path}/usr/" in entry for entry in debian)
+    assert {*debian} < {*text.entries_of(tmp_path, installed=False)}
+    text.main(["--packages"])
+    assert "fortunes" in capsys.readouterr().out.split()
 
 
 def test_slices_come_in_their_shares(script: Any, tmp_path: Path) -> None:
