@@ -222,7 +222,9 @@ class Engine:
         """
         grammars_of(grammar, 1)
         ends = self.target.model.generation_config.eos_token_id
-        self._grammars.compile(grammar, None if ends is None else torch.as_tensor(ends).flatten().tolist())
+        self._grammars.compile(
+            grammar, None if ends is None else torch.as_tensor(ends, device="cpu").flatten().tolist()
+        )
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
         """Returns a session: a text or a conversation of which each call prefills only the new tokens; see
@@ -451,7 +453,9 @@ class Engine:
             size = pool.batch_size(most, width, coming)
             order, first = pool.beginning(prompts, size)
             sequences = [request.sequences[n] for n in order]
-        seed = distributed.broadcast_object(int(torch.randint(2**62, ())) if how.seed is None else how.seed)
+        seed = distributed.broadcast_object(
+            int(torch.randint(2**62, (), device="cpu")) if how.seed is None else how.seed
+        )
         least = hierarchy.settled if joining is not None else None
         loop = DecodingLoop(
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool, least),

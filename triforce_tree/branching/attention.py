@@ -82,7 +82,7 @@ class PathAttention:
         self._backend = backend = self._store.attention
         # A captured graph holds the address of a table with a window.
         self._table = torch.zeros(queries, window or 0, dtype=torch.int32, device=self._store.device)
-        nothing = [torch.ones(1, 0, dtype=torch.bool)] * queries
+        nothing = [torch.ones(1, 0, dtype=torch.bool, device="cpu")] * queries
         plans = {kind: plan_trees(kind, nothing, [0] * queries, device=self._store.device) for kind in heads}
         self._alone = {kind: backend.trees(plan, self._store.dtype, page=1) for kind, plan in plans.items()}
         self._attentions: dict[Heads, Attention] = self._alone
@@ -131,7 +131,7 @@ class PathAttention:
         else:
             self._table.copy_(pinned(torch.from_numpy(table), device), non_blocking=True)
         lengths = torch.zeros(queries, dtype=torch.int32, device="cpu")
-        lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths])
+        lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths], device="cpu")
         lengths = pinned(lengths, device)
         self._attentions = self._alone
         for attention in self._attentions.values():
@@ -142,7 +142,7 @@ class PathAttention:
         """Lets these (at most ``depth`` of a query) be read once; queries have ``ends`` positions there."""
         queries, device = self._table.shape[0], self._table.device
         if depth > self._depth:
-            self._depth, mask = depth, torch.ones(1, 0, dtype=torch.bool)
+            self._depth, mask = depth, torch.ones(1, 0, dtype=torch.bool, device="cpu")
             words = pack_mask(mask).repeat(queries, 1).to(device)
             zeros = torch.zeros(queries, dtype=torch.int32, device=device)
             plans = {kind: PrefixPlan(kind, mask, queries, depth, zeros, words) for kind in self._alone}

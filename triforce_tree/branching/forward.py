@@ -40,7 +40,7 @@ class TreeForward:
                 self._attentions[window] = attention_of(kinds, pages, sizes)
             else:
                 self._attentions[window] = PathAttention(kinds, pages, sizes, *window)
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, device="cpu")
         # A forward of several tokens per node comes once, and is not worth a capture. The trial runs of a
         # capture write to slot 0, which nothing reads.
         capturable = model.capturable and not sizes.tail and store.attention.can.captures

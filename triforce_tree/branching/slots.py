@@ -113,7 +113,7 @@ class TreeSlots:
                 device computes while the host goes on, that forward is laid out in the meantime.
         """
         if not feeds:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         feeds, expected, self._expected = list(feeds), self._expected, None
         layout = expected[1] if expected is not None and expected[0] == feeds else arranged(feeds)
         sizes = Sizes.of(layout, self._on_gpu)

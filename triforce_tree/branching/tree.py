@@ -167,7 +167,7 @@ class TextTree:
         self._check_nodes(given, leaves=True)
         own_seed = checked("seed", seed)
         if own_seed is None:
-            own_seed = int(torch.randint(2**62, ()))
+            own_seed = int(torch.randint(2**62, (), device="cpu"))
         options = {**options, "max_new_tokens": max_new_tokens}
         stops = {node.stop for node in given}
         requests = {stop: prepared_request(self._engine, stop, options) for stop in stops}
@@ -214,7 +214,7 @@ class TextTree:
             if self.root in given:
                 self.root.logprobs[0] = 0.0
             fill_logprobs(self._slots, given)
-        return [torch.tensor(node.logprobs, dtype=torch.float32) for node in given]
+        return [torch.tensor(node.logprobs, dtype=torch.float32, device="cpu") for node in given]
 
     def prune(self, node: Node) -> None:
         """Removes a node and its descendants, and frees their keys and values.

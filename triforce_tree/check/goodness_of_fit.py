@@ -32,7 +32,7 @@ def chi_square_p(statistic: float, freedom: int) -> float:
     """Returns the probability of a chi-square at least this large; 1 if there are no degrees of freedom."""
     if freedom == 0:
         return 1.0
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64, device="cpu")
     return float(torch.special.gammaincc(half[0], half[1]))
 
 

@@ -137,7 +137,7 @@ def token_logprobs(engine: Engine, tokens: Sequence[int], start: int) -> tuple[T
         Log-probabilities, fp32 ``[len(tokens) - start]``, and whether each token is the most probable one,
         bool, both in host memory.
     """
-    logprobs, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    logprobs, greedy = [torch.empty(0, device="cpu")], [torch.empty(0, dtype=torch.bool, device="cpu")]
     for found, coming in _predictions(engine, tokens, start):
         logprobs.append(found.gather(-1, coming[:, None])[:, 0].cpu())
         greedy.append((found.argmax(-1) == coming).cpu())

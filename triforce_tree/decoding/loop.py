@@ -528,7 +528,7 @@ class DecodingLoop:
     def _update_active(self) -> None:
         """Tells the stages which sequences run."""
         running = [s is not None for s in self._decoding]
-        self.program.state.active.copy_(torch.tensor(running))
+        self.program.state.active.copy_(torch.tensor(running, device="cpu"))
 
     # A pass
 

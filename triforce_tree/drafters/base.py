@@ -83,10 +83,10 @@ class TokenTree:
                 kept for the M = N - widths[-1] nodes that can have children.
             number: index of the shape in the drafter's ``shapes``.
         """
-        depths = torch.tensor(shape.depths)
+        depths = torch.tensor(shape.depths, device="cpu")
         count = len(depths)
         expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
-        rows = torch.arange(count) if vocabulary else torch.full((count,), -1)
+        rows = torch.arange(count, device="cpu") if vocabulary else torch.full((count,), -1, device="cpu")
         tree = cls(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),

@@ -194,7 +194,7 @@ class ContinuedWindow:
         self._held = torch.zeros_like(state.length)
         # Copies on the host of ``dropped``, and of ``_held`` as it was at the beginning of the last pass with
         # trees.
-        self._dropped_on_host, self._held_on_host = torch.zeros(2, batch, dtype=torch.int64)
+        self._dropped_on_host, self._held_on_host = torch.zeros(2, batch, dtype=torch.int64, device="cpu")
         # The newest prompt of each sequence. There are copies of the states at the ends of some of its
         # beginnings.
         self._prompts: list[list[int]] = [[] for _ in range(batch)]
@@ -295,7 +295,7 @@ class ContinuedWindow:
         """Applies the tokens from position ``start`` to ``end`` to the states and the window."""
         tokens = list(sequence[start:end])
         if self._tokens is not None:
-            tokens = self._tokens.inputs[torch.tensor(tokens)].tolist()
+            tokens = self._tokens.inputs[torch.tensor(tokens, device="cpu")].tolist()
         cache = _Prompt(self, b, start, start - int(self._dropped_on_host[b]))
         with self._draft.active():
             for first in range(0, len(tokens), self._chunk):

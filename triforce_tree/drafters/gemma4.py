@@ -103,7 +103,7 @@ class Gemma4Assistant(GrowingDrafter):
         network, random = self._network, torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=random).to(target.device, target.dtype)
+            return torch.randn(*shape, generator=random, device="cpu").to(target.device, target.dtype)
 
         shapes = {kind: target.calls[layer].heads for kind, layer in self._sources.items()}
         slots = {

@@ -108,7 +108,7 @@ class SuffixMatching(Drafter):
 
     def force(self, tokens: Sequence[Sequence[int]]) -> None:
         padded = [[*own[: self.length], *[-1] * (self.length - len(own))] for own in tokens]
-        self._forced.copy_(torch.tensor(padded))
+        self._forced.copy_(torch.tensor(padded, device="cpu"))
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest

@@ -35,7 +35,7 @@ class TokenMap:
         Args:
             target, draft: V_t and V_d. Ids from V_d on are padding, and the draft reads them as id 0.
         """
-        ids = torch.arange(target)
+        ids = torch.arange(target, device="cpu")
         return cls(torch.where(ids < draft, ids, 0), torch.where(ids < draft, ids, -1))
 
 

@@ -169,7 +169,7 @@ class GrownTree:
         self._first_slots = buffer(1 + len(later), batch)
         self._first_offsets = torch.tensor([1 - refeed, *(nodes.start for nodes in later)], device=device)
         self._lengths = buffer(batch, dtype=torch.int32)
-        causal = torch.ones(refeed + masks, refeed + masks, dtype=torch.bool).tril()
+        causal = torch.ones(refeed + masks, refeed + masks, dtype=torch.bool, device="cpu").tril()
         self._views = [TreeAttentionView(store, refeed + masks, mask=causal)]
         for nodes in later:
             tail_depths = [refeed - 1 + depth for depth in columns[: refeed - 1 + nodes.stop]]

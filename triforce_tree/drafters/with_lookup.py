@@ -145,7 +145,7 @@ class WithLookup(Drafter):
                 count = min(count, match.most)
                 following = match.forced or index.continuation(match.end, count)
                 chain[:count] = following[:count]
-        self._proposed.copy_(torch.tensor(chains))
+        self._proposed.copy_(torch.tensor(chains, device="cpu"))
 
 
 class SuffixIndex:

@@ -93,7 +93,7 @@ class Matcher:
         """
         state = self.copy()
         state.take_back(len(tokens))
-        words = torch.empty(len(tokens), words_of(vocabulary), dtype=torch.int32)
+        words = torch.empty(len(tokens), words_of(vocabulary), dtype=torch.int32, device="cpu")
         for row, token in enumerate(tokens):
             Matcher.fill([state], words, [row])
             state.accept([token])

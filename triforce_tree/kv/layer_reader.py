@@ -25,7 +25,7 @@ class LayerReader:
         shape = slots.group.shape.heads
         own = Heads(heads, shape.kv, shape.dim, shape.value_dim)
         # The newest slot is a tail that all queries see.
-        masks = [torch.ones(queries, 1, dtype=torch.bool)] * batch
+        masks = [torch.ones(queries, 1, dtype=torch.bool, device="cpu")] * batch
         plan = plan_trees(own, masks, [0] * batch, device=store.device)
         self._lengths, self._mask = plan.lengths, plan.mask
         self._attention = store.attention.trees(replace(plan), store.dtype, slots.kv[0].dtype)

@@ -88,7 +88,7 @@ class TreeAttentionView:
         if depths is None:
             depths = _path_depths(queries, tail, mask)
         if mask is None:
-            mask = torch.ones(queries, tail, dtype=torch.bool)
+            mask = torch.ones(queries, tail, dtype=torch.bool, device="cpu")
         batch, device = store.batch, store.device
         self.at = torch.zeros(batch, dtype=torch.int64, device=device)
         self.resizable = store.attention.can.fewer_queries

@@ -61,7 +61,7 @@ class Window:
         if chunked or self._vary:
             self._mask = torch.zeros(batch * queries, -(-len(depths) // 64), dtype=torch.int64, device=device)
         elif max(query_depths) - min(depths) >= window:
-            positions = torch.tensor(depths)
+            positions = torch.tensor(depths, device="cpu")
             in_window = positions[len(depths) - queries :, None] - positions < window
             self._in_window = pack_mask(in_window).repeat(batch, 1).to(device)
             self._mask = torch.zeros_like(self._in_window)

@@ -231,7 +231,7 @@ class _Guard:
         slots = prefix + len(tokens) + tail
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([prefix + gap + len(tokens)])
-        logits = torch.empty(0)
+        logits = torch.empty(0, device="cpu")
         with self.model.active(own=True), self.slice.alone(self.model.running):
             store = KVStore(shapes, 1, slots, self.device, self.model.dtype, scratch=tail)
             states = None
@@ -269,8 +269,10 @@ class _Guard:
         """Returns random token ids ``[1, count]`` without special ones, such as image placeholders."""
         config: Any = self.model.model.config
         special = {id for name, id in config.to_dict().items() if _SPECIAL.search(name) and type(id) is int}
-        plain = torch.tensor([id for id in range(min(self.model.vocab_size, 4096)) if id not in special])
-        return plain[torch.randint(len(plain), (1, count), generator=self.random)]
+        plain = torch.tensor(
+            [id for id in range(min(self.model.vocab_size, 4096)) if id not in special], device="cpu"
+        )
+        return plain[torch.randint(len(plain), (1, count), generator=self.random, device="cpu")]
 
 
 class _GuardCache(PromptCache):
@@ -300,7 +302,9 @@ class _GuardCache(PromptCache):
         self._second, self._gap = prefix + chunks[0], gap
         tail = chunks[-1]
         self._last = prefix + sum(chunks) - tail
-        self._chain = TreeAttentionView(store, tail, mask=torch.ones(tail, tail, dtype=torch.bool).tril())
+        self._chain = TreeAttentionView(
+            store, tail, mask=torch.ones(tail, tail, dtype=torch.bool, device="cpu").tril()
+        )
         self._chain.begin(torch.tensor([self._last], device=store.device))
 
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:

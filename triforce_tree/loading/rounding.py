@@ -70,7 +70,9 @@ def noisy_embeddings(model: Any, noise: float) -> Iterator[None]:
 
     def changed(module: Any, inputs: Any, out: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        return out + noise * out * torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out)
+        return out + noise * out * torch.randn(
+            out.shape, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(out)
 
     hook = model.get_input_embeddings().register_forward_hook(changed)
     try:

@@ -98,7 +98,7 @@ def _shared(target: int, draft: int, target_tokenizer: Any, draft_tokenizer: Any
         if counterpart not in taken:
             proposals[token] = counterpart
             taken.add(counterpart)
-    return TokenMap(torch.tensor(inputs), torch.tensor(proposals))
+    return TokenMap(torch.tensor(inputs, device="cpu"), torch.tensor(proposals, device="cpu"))
 
 
 def _check_share(shared: int, targets: int, drafts: int) -> None:

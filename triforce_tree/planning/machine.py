@@ -137,7 +137,7 @@ def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: 
         kv = memory.take((size // slot_bytes, heads.row), dtype).fill_(0.5)
         on_device = torch.empty((piece // slot_bytes, heads.row), dtype=dtype, device=device)
         for queries in _QUERIES:
-            q = torch.full((queries, heads.query, heads.dim), 0.5, dtype=dtype)
+            q = torch.full((queries, heads.query, heads.dim), 0.5, dtype=dtype, device="cpu")
             probe = kv[: -(-len(kv) // 16)]
             attention(q, *heads.split(probe))
             start = time.perf_counter()

@@ -24,7 +24,7 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the masked scores, ``[B, V]``, of the tokens after ``input_ids``, int64 ``[B, L]``."""
-        words = torch.full((len(scores), words_of(scores.shape[1])), -1, dtype=torch.int32)
+        words = torch.full((len(scores), words_of(scores.shape[1])), -1, dtype=torch.int32, device="cpu")
         newest = input_ids[:, -1].tolist()
         going: dict[int, Matcher] = {}
         for b, matcher in enumerate(self._matchers):

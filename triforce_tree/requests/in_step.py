@@ -106,7 +106,7 @@ def _seed(request: Request) -> int | None:
             )
         [seed] = seeds
     if seed is None and distributed.current() is not None:
-        seed = distributed.broadcast_object(int(torch.randint(2**62, ())))
+        seed = distributed.broadcast_object(int(torch.randint(2**62, (), device="cpu")))
     return seed
 
 

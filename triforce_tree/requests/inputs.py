@@ -333,7 +333,7 @@ def text_alone(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, An
 
 def _empty(name: str, value: Any) -> bool:
     if name in _TYPES and value is not None:
-        return not bool(torch.as_tensor(value).any())
+        return not bool(torch.as_tensor(value, device="cpu").any())
     if isinstance(value, Mapping):
         return all(_empty("", part) for part in value.values())
     if isinstance(value, Tensor):

@@ -344,7 +344,11 @@ def _content(cell: types.CellType) -> list[Any]:
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str, made: Any) -> Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.zeros(0, dtype=torch.uint8, device="cpu")
+    )
     tensor = flat.view(dtype).view(shape).to(device)
     return made(tensor, requires_grad=False) if made is not None else tensor
 
@@ -419,4 +423,4 @@ class RandomNumbers:
 
     def _of_device(self) -> Tensor:
         is_gpu = self._device.type == "cuda"
-        return torch.cuda.get_rng_state(self._device) if is_gpu else torch.zeros(0)
+        return torch.cuda.get_rng_state(self._device) if is_gpu else torch.zeros(0, device="cpu")

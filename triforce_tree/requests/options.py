@@ -256,7 +256,7 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
     """
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         given = getattr(config, name, None)
-        for token in [] if given is None else torch.as_tensor(given).flatten().tolist():
+        for token in [] if given is None else torch.as_tensor(given, device="cpu").flatten().tolist():
             if not 0 <= token < vocabulary:
                 raise ValueError(
                     f"{name}={token} is not in the model's vocabulary; give a token id below {vocabulary}"

@@ -498,7 +498,11 @@ def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
     """
     pad, ends = (
         next(
-            (torch.as_tensor(own[name]).flatten().tolist() for own in sources if own.get(name) is not None),
+            (
+                torch.as_tensor(own[name], device="cpu").flatten().tolist()
+                for own in sources
+                if own.get(name) is not None
+            ),
             [],
         )
         for name in ("pad_token_id", "eos_token_id")

@@ -122,7 +122,7 @@ class Streamers:
         if isinstance(streamer, TokenStreamer):
             return streamer.put_tokens(tokens)
         # The streamers of transformers return None.
-        return streamer is not None and streamer.put(torch.tensor(tokens)) is True
+        return streamer is not None and streamer.put(torch.tensor(tokens, device="cpu")) is True
 
     def wants_end(self, number: int) -> bool:
         """Returns whether the streamer ends its sequence, whose prompt is being prefilled."""

@@ -27,7 +27,7 @@ def why_not_capturable(run: Callable[[Tensor], Tensor], first: Tensor, second: T
     Raises:
         torch.OutOfMemoryError: memory ran out, so nothing is known about the code.
     """
-    source, results = first.clone(), [torch.empty(0)]
+    source, results = first.clone(), [torch.empty(0, device="cpu")]
 
     def once() -> None:
         results[0] = run(source)

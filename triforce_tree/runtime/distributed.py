@@ -308,7 +308,7 @@ def broadcast_flag(flag: bool) -> bool:
     """Returns rank 0's flag. It sends one message where ``broadcast_object`` sends two."""
     if _joined is None:
         return flag
-    value = torch.tensor([flag])
+    value = torch.tensor([flag], device="cpu")
     dist.broadcast(value, 0, group=_joined.hosts)
     return bool(value)
 
@@ -332,7 +332,7 @@ def all_reduce_min(values: Sequence[float]) -> list[float]:
     """Returns the minimum of each value over all processes; exact for integers up to 2**53."""
     if _joined is None:
         return list(values)
-    reduced = torch.tensor(values, dtype=torch.float64)
+    reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(reduced, dist.ReduceOp.MIN, group=_joined.hosts)
     minima: list[float] = reduced.tolist()
     return minima

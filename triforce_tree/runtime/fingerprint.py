@@ -75,7 +75,9 @@ def weights_digest(model: PreTrainedModel) -> str:
         # Tensors of quantisation libraries may have no bytes of their own.
         if type(weight.data) is torch.Tensor and weight.device.type != "meta" and weight.numel():
             flat = weight.detach().flatten().contiguous().view(torch.uint8)
-            places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64)
+            places = torch.linspace(
+                0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64, device="cpu"
+            )
             digest.update(flat[places.long().to(flat.device)].cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 

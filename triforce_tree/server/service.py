@@ -148,7 +148,7 @@ class Service:
             except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
             own = target.model.generation_config.eos_token_id
-            ends = [] if own is None else torch.as_tensor(own).flatten().tolist()
+            ends = [] if own is None else torch.as_tensor(own, device="cpu").flatten().tolist()
             settings = {
                 "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
                 **grammar,

@@ -154,7 +154,7 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
         cache.marks.prune(0, 0)
     # One file is read, and its checksum computed, while the one before it is copied out of the other buffer.
     largest = max((files.size(layer_name(layer)) for layer in layers), default=0)
-    buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+    buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu") for _ in range(2)]
     with ThreadPoolExecutor(1) as reader:
         coming = [reader.submit(files.read, layer_name(layer), buffers[0]) for layer in layers[:1]]
         for number, layer in enumerate(layers):

@@ -118,7 +118,11 @@ def read_tensors(file: BinaryIO, described: Description, buffer: Tensor | None =
         OSError: it cannot be read.
     """
     check_size(file, described)
-    data = torch.empty(described.size, dtype=torch.uint8) if buffer is None else buffer[: described.size]
+    data = (
+        torch.empty(described.size, dtype=torch.uint8, device="cpu")
+        if buffer is None
+        else buffer[: described.size]
+    )
     whole = rest = _bytes_of(data)
     while rest and (count := file.readinto(rest)):  # type: ignore[attr-defined]
         rest = rest[count:]

@@ -85,7 +85,7 @@ class Adjustments:
             return
         rows = [(index, token) for index, tokens in new for token in tokens]
         if rows:
-            places = torch.tensor(rows).to(self._counts.device)
+            places = torch.tensor(rows, device="cpu").to(self._counts.device)
             ones = torch.ones(len(rows), device=self._counts.device)
             self._counts.index_put_((places[:, 0], places[:, 1]), ones, accumulate=True)
 

@@ -60,7 +60,7 @@ class GrammarMasks:
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self.batch, self.words, self.device = batch, words_of(vocabulary), device
-        self.pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32)
+        self.pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32, device="cpu")
         self._used = 1
         self._roots: list[_State | None] = [None] * batch
 
@@ -94,7 +94,7 @@ class GrammarMasks:
         unknown = {id(each): each for own in places for each in own if each is not None and each.row is None}
         self._compute([*unknown.values()])
         rows = [[0 if state is None or state.row is None else state.row for state in own] for own in places]
-        return torch.tensor(rows)
+        return torch.tensor(rows, device="cpu")
 
     def _places(
         self, root: _State | None, chain: list[int], tokens: list[int], parents: list[int]
@@ -141,9 +141,13 @@ class StageMasks:
         # The words of the nodes that were read last, without gaps, so that one copy suffices.
         self._words = torch.full((size,), -1, dtype=torch.int32, device=masks.device)
         self._on_gpu = masks.device.type == "cuda"
-        self._staged = torch.empty(size, dtype=torch.int32, pin_memory=True) if self._on_gpu else self._words
+        self._staged = (
+            torch.empty(size, dtype=torch.int32, pin_memory=True, device="cpu")
+            if self._on_gpu
+            else self._words
+        )
         self._first, self._count, self._chain = 0, nodes, 0
-        self._read = torch.empty(0)
+        self._read = torch.empty(0, device="cpu")
         if self._on_gpu:
             self._event = torch.cuda.Event()
 
@@ -156,7 +160,7 @@ class StageMasks:
         if self._on_gpu:
             # The last copy into this buffer has ended, because ``fill`` has waited for it.
             if self._read.shape != found.shape:
-                self._read = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+                self._read = torch.empty(found.shape, dtype=found.dtype, pin_memory=True, device="cpu")
             self._read.copy_(found, non_blocking=True)
             self._event.record()
         else:

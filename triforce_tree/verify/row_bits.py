@@ -40,7 +40,7 @@ def check_row_bits(
         UnsupportedModelError: the logits are not bit-identical.
     """
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (batch, nodes), generator=generator).to(model.device)
+    tokens = torch.randint(vocabulary, (batch, nodes), generator=generator, device="cpu").to(model.device)
     start = torch.zeros(batch, dtype=torch.int64, device=model.device)
     parents = [-1, *(max(0, (node - 1) // 2 * 2) for node in range(1, nodes))]
     parents = [parent if parent < 2 * _CHAIN else 0 for parent in parents]

@@ -143,7 +143,7 @@ class PassChooser:
             # Ranks that chose different passes would wait for each other forever. All of them learn the times
             # of rank 0, one pass late: the message is sent while the next pass runs.
             self._receive()
-            sent = torch.tensor([seconds], dtype=torch.float64)
+            sent = torch.tensor([seconds], dtype=torch.float64, device="cpu")
             self._sent = _Timed(kind, filled, resumed, sent, distributed.begin_broadcast(sent))
 
     def _receive(self) -> None:

@@ -47,12 +47,13 @@ class Reference:
         """
         format, slots = self._format, len(embedded)
         context = self._norm(self._linear(torch.cat(list(states), -1), "fc"), "hidden_norm")
-        positions = torch.arange(len(context) + slots)
-        angles = LlamaRotaryEmbedding(format.layers)(context, positions[None])
+        positions = torch.arange(len(context) + slots, device="cpu")
+        with torch.device("cpu"):
+            angles = LlamaRotaryEmbedding(format.layers)(context, positions[None])
         query, key = positions[-slots:, None], positions
         hidden = embedded
         for i, (causal, window) in enumerate(zip(format.causal, format.windows, strict=True)):
-            mask = (key <= query) if causal else torch.ones(slots, len(key), dtype=torch.bool)
+            mask = (key <= query) if causal else torch.ones(slots, len(key), dtype=torch.bool, device="cpu")
             if window is not None:
                 distance = len(context) - key if format.anchored else (query - key).abs()
                 mask = mask & (distance < window)
@@ -105,7 +106,7 @@ class Reference:
             tokens: the D tokens, the first of which is the root.
         """
         format, rows = self._format, []
-        state = torch.zeros(0 if format.markov is None else format.markov[1])
+        state = torch.zeros(0 if format.markov is None else format.markov[1], device="cpu")
         for depth, token in enumerate(tokens):
             slot = hidden[depth]
             if format.selector is not None:
@@ -153,7 +154,9 @@ def check_network(
     """
     format, device, dtype = network.format, embedded.device, network.fc.weight.dtype
     random = torch.Generator().manual_seed(0)
-    states = list(torch.randn(len(format.inputs), 1, _BEFORE, size, generator=random, dtype=torch.float32))
+    states = list(
+        torch.randn(len(format.inputs), 1, _BEFORE, size, generator=random, dtype=torch.float32, device="cpu")
+    )
     fused = network.fuse([state.to(device) for state in states])
     positions = torch.arange(_BEFORE + format.block, device=device)[None]
     before, own = positions[:, :_BEFORE], positions[:, _BEFORE:]

@@ -121,7 +121,9 @@ class EagleLayer:
                 self._drafted = weights.vocabulary(len(head), target.vocab_size, device)
         weights.refuse_unused(("t2d",))
         self.weight_bytes = sum(held.values()) + (0 if self._drafted is None else self._drafted.nbytes)
-        self._rotary = LlamaRotaryEmbedding(llama).to(device)
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(llama)
+        self._rotary = rotary.to(device)
         tokens = torch.arange(3, device=device)[None] % target.vocab_size
         self._check(weights, tokens, size, shared if self._head is shared else None)
 
@@ -135,7 +137,7 @@ class EagleLayer:
         pairs, device = tokens.shape[1], tokens.device
         random = torch.Generator().manual_seed(0)
         shape = (len(self.inputs), 1, pairs, size)
-        states = list(torch.randn(shape, generator=random, dtype=torch.float32))
+        states = list(torch.randn(shape, generator=random, dtype=torch.float32, device="cpu"))
         embedded = self._embeddings(tokens)[0].float().cpu()
         fused = self.fuse([state.to(device) for state in states])
         cos, sin = (angle.expand(1, -1, -1) for angle in self.angles(pairs, device))

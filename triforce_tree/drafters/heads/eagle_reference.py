@@ -52,7 +52,9 @@ def reference_logits(
     q, k, v = (x.view(1, len(both), -1, heads).transpose(1, 2) for x in (q, k, v))
     if f"{own}self_attn.q_norm.weight" in weights:
         q, k = norm(q, f"{own}self_attn.q_norm.weight"), norm(k, f"{own}self_attn.k_norm.weight")
-    q, k = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(layer)(both, torch.arange(len(both))[None]))
+    with torch.device("cpu"):
+        angles = LlamaRotaryEmbedding(layer)(both, torch.arange(len(both))[None])
+    q, k = apply_rotary_pos_emb(q, k, *angles)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     residual = normed if format.norm_before_residual else hidden
     hidden = residual + linear(out.transpose(1, 2).flatten(2)[0], "self_attn.o")

@@ -83,14 +83,14 @@ class HeadWeights:
         Raises:
             ValueError: ``d2t`` is missing, or does not map to different tokens of the target.
         """
-        ids = self.take("d2t", drafted).long() + torch.arange(drafted)
+        ids = self.take("d2t", drafted).long() + torch.arange(drafted, device="cpu")
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ValueError(
                 f"d2t in {str(self.folder)!r} does not map {drafted} draft tokens to different ones of "
                 f"the target's {vocabulary}; give heads that were trained for this target"
             )
-        columns = torch.full((vocabulary,), -1)
-        columns[ids] = torch.arange(drafted)
+        columns = torch.full((vocabulary,), -1, device="cpu")
+        columns[ids] = torch.arange(drafted, device="cpu")
         return TargetLogits(columns, device)
 
     def refuse_unused(self, without_effect: Sequence[str] = ()) -> None:

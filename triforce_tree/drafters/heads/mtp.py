@@ -152,8 +152,8 @@ class MtpNetwork:
     def _inputs(self, target: HFModel) -> tuple[Tensor, Tensor, Tensor]:
         """Returns made-up tokens ``[1, T]``, states ``[1, T, H]`` and positions ``[1, T]``."""
         random = torch.Generator().manual_seed(0)
-        states = torch.randn(1, _CHECKED, self.size, generator=random, dtype=torch.float32)
-        tokens = torch.randint(target.vocab_size, (1, _CHECKED), generator=random)
+        states = torch.randn(1, _CHECKED, self.size, generator=random, dtype=torch.float32, device="cpu")
+        tokens = torch.randint(target.vocab_size, (1, _CHECKED), generator=random, device="cpu")
         positions = torch.arange(1, _CHECKED + 1, device=target.device)[None]
         return tokens.to(target.device), states.to(target.device, self.dtype), positions
 

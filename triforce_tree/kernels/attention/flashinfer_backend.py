@@ -250,10 +250,12 @@ class Requests:
         self.rows: Tensor | None = None
         if len(self.sequences) < len(starts):
             ranges = [
-                torch.arange(own._firsts[b] * heads, (own._firsts[b] + own._counts[b]) * heads)
+                torch.arange(own._firsts[b] * heads, (own._firsts[b] + own._counts[b]) * heads, device="cpu")
                 for b in self.sequences
             ]
-            self.rows = torch.cat(ranges).to(device) if ranges else torch.zeros(0, dtype=torch.int64)
+            self.rows = (
+                torch.cat(ranges).to(device) if ranges else torch.zeros(0, dtype=torch.int64, device="cpu")
+            )
         self._own, self._starts, self._first, self._heads = own, starts, first, heads
 
     @property
@@ -289,7 +291,7 @@ def _slots_of(slots: Slots, table: Tensor | None, b: int, start: int, stop: int,
 
 def _before(counts: list[int], device: torch.device) -> Tensor:
     """Returns the cumulative sums of ``counts``, int32 ``[n + 1]``, beginning with 0."""
-    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    return torch.tensor([0, *counts], device="cpu").cumsum(0).to(device, torch.int32)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def prepare_pieces(
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
     limit = min(tiles, slices_for(queries * heads.group, device, config))
     cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
-    masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
+    masks = [torch.ones(queries, 0, dtype=torch.bool, device="cpu")] * most
     plan = plan_trees(heads, masks, [positions] * most, device=device)
     made = prepare(plan, dtype, config=config, slices=most * cuts)
     return [

@@ -237,7 +237,7 @@ def planned(
         spans.append(slice(len(flat), len(flat) + len(part)))
         # Every part is aligned to 16 bytes, because Triton specialises kernels on the alignment of pointers.
         flat += [*part, *[0] * (-len(part) % 4)]
-    table = torch.tensor(flat, dtype=torch.int32).to(device)
+    table = torch.tensor(flat, dtype=torch.int32, device="cpu").to(device)
     device_lengths, segments, device_owner_start, device_owners = (table[span] for span in spans)
     if isinstance(lengths, Tensor):
         device_lengths.copy_(lengths)

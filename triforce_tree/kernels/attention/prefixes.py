@@ -127,12 +127,14 @@ class PrefixPlan:
 
     def set(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> None:
         """Writes shared prefixes, at most ``depth`` of a sequence, and where those of each sequence end."""
-        self.own.segments.copy_(torch.tensor(self._own_columns(ends), dtype=torch.int32))
+        self.own.segments.copy_(torch.tensor(self._own_columns(ends), dtype=torch.int32, device="cpu"))
         shared, (owners, starts) = self.shared, self._owners(prefixes)
-        shared.segments.copy_(torch.tensor(self._shared_columns(prefixes), dtype=torch.int32))
-        shared.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
-        shared.owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
-        lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32)
-        lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
+        shared.segments.copy_(torch.tensor(self._shared_columns(prefixes), dtype=torch.int32, device="cpu"))
+        shared.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32, device="cpu")
+        shared.owner_start.copy_(torch.tensor(starts, dtype=torch.int32, device="cpu"))
+        lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32, device="cpu")
+        lengths[: len(prefixes)] = torch.tensor(
+            [each.length for each in prefixes], dtype=torch.int32, device="cpu"
+        )
         shared.lengths.copy_(lengths)
         self.prefixes = [each for each in prefixes if each.length]

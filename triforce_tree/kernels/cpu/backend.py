@@ -51,7 +51,7 @@ class CpuBackend(AttentionBackend):
     def pieces(
         self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype
     ) -> list[Attention]:
-        nothing = torch.ones(queries, 0, dtype=torch.bool)
+        nothing = torch.ones(queries, 0, dtype=torch.bool, device="cpu")
         plan = plan_trees(heads, [nothing] * most, [positions] * most, device=device)
         return [_Trees(plan.first(count, count * queries)) for count in range(1, most + 1)]
 
@@ -79,7 +79,7 @@ class _Trees:
         return planned_attention(q, kv, self.plan, params, first) if out is None else out
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
         compiled = fp32_attention(q, kv, self.plan, params, first, lse)
         if compiled is not None:
             return compiled, lse
@@ -131,7 +131,7 @@ class _Prefixes:
         if key not in self._shared:
             if len(self._shared) > _MOST_PLANS:
                 self._shared.clear()
-            nothing = torch.ones(queries, 0, dtype=torch.bool)
+            nothing = torch.ones(queries, 0, dtype=torch.bool, device="cpu")
             plan = plan_trees(self.plan.heads, [nothing], [length], device="cpu")
             plan.segments[1] = start
             self._shared[key] = _Trees(plan)

@@ -114,7 +114,7 @@ class CpuAttention:
     ) -> None:
         self._library, self._threads, self._dtype = _library(way, dtype), threads, dtype
         self._function = ctypes.cast(self._library.host_attention, _P).value or 0
-        self._work = torch.empty(0, dtype=torch.uint8)
+        self._work = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._seconds = ctypes.c_double()
         self._pending: deque[tuple[_Request, Tensor]] = deque(maxlen=waiting)
 
@@ -167,7 +167,7 @@ class CpuAttention:
         if self._work.numel() < work_bytes:
             # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost
             # nothing.
-            self._work = torch.empty(1 << (work_bytes - 1).bit_length(), dtype=torch.uint8)
+            self._work = torch.empty(1 << (work_bytes - 1).bit_length(), dtype=torch.uint8, device="cpu")
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         request = _Request(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
@@ -180,7 +180,7 @@ class CpuAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Computes the attention at once; see ``offload_attention.attend``."""
         out = q.new_empty((*q.shape[:2], v.shape[2]))
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
         call = self.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)
         self._library.host_attention(call.argument)
         return out, lse

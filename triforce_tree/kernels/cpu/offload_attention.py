@@ -55,7 +55,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, parts: int = 1, scale: float | None =
     k, v = (t.unflatten(0, (parts, -1)).transpose(1, 2) for t in (k, v))  # [parts, H_kv, n / parts, D]
     queries = q.expand(parts, -1, -1, -1)
     if k.shape[3] != v.shape[3]:
-        nothing = torch.ones(q.shape[1], 0, dtype=torch.bool)
+        nothing = torch.ones(q.shape[1], 0, dtype=torch.bool, device="cpu")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return merge_states(*tree_attention(queries.float(), k.float(), v.float(), nothing, scale=scale))
     out_and_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, scale=scale)

@@ -20,7 +20,7 @@ from triforce_tree.kernels.step.kv_slots import dequantized
 # With fewer KV positions, one batched product for all heads is faster than a call per head. At 1,580
 # positions it takes three quarters of the time (AVX-512).
 _ROWS_PER_HEAD_CALL = 4096
-_BITS = torch.arange(64)
+_BITS = torch.arange(64, device="cpu")
 Product = Callable[[Tensor, Tensor], Tensor]
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -105,7 +105,7 @@ def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor
     wanted = table[:, skipped : -(-stop // size)].long()
     count = wanted.shape[1]
     positions = slice(start - skipped * size, stop - skipped * size)
-    if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
+    if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count, device="cpu")).expand_as(wanted)):
         return pages[int(wanted[0, 0]) :][:count].transpose(0, 1).flatten(1, 2)[None, :, positions]
     # Whole pages are copied, which is several times faster than indexing single positions.
     whole = pages.flatten(2)
@@ -138,7 +138,7 @@ def tree_attention(
     kv_heads, positions = k.shape[1], k.shape[2]
     group, tail = q_heads // kv_heads, mask.shape[1]
     masked = ~mask
-    before = None if first is None else torch.arange(positions) < first[:, None]
+    before = None if first is None else torch.arange(positions, device="cpu") < first[:, None]
 
     def attend(x: Tensor, keys: Tensor, values: Tensor, product: Product) -> Tensor:
         scores = product(x, keys)

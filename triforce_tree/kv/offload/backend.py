@@ -98,7 +98,7 @@ class OffloadedBackend(KVBackend):
             return super().layer(layer, count)
         host, base = cache.host, min(cache.host.base[0], count)
         parts = [
-            torch.empty(host.heads.kv, count, dim, dtype=cache.window.dtype)
+            torch.empty(host.heads.kv, count, dim, dtype=cache.window.dtype, device="cpu")
             for dim in (host.heads.dim, host.heads.value_dim)
         ]
         for start, stop in self._blocks(base):

@@ -163,7 +163,7 @@ class _LayerKV:
         self.indexed = None
 
     def positions(self, count: int) -> Tensor:
-        return torch.arange(self.length, self.length + count)
+        return torch.arange(self.length, self.length + count, device="cpu")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         if params.window is not None:

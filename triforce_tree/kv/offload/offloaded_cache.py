@@ -131,7 +131,7 @@ class OffloadedCache:
     def publish(self) -> None:
         """Copies the new bases to the device, and prefetches, after all writes to the host so far."""
         self.host.to_host.join()
-        self.base.copy_(torch.tensor(self.host.base))
+        self.base.copy_(torch.tensor(self.host.base, device="cpu"))
         self.host.prefetch()
 
     def committed(self, counts: Sequence[int]) -> None:

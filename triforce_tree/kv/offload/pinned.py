@@ -85,7 +85,7 @@ class HostMemory:
         """
         size = prod(shape) * dtype.itemsize
         if size == 0:
-            return torch.zeros(tuple(shape), dtype=dtype)
+            return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         try:
             mapping = mmap.mmap(-1, size, **_ANONYMOUS)
         except (OSError, MemoryError) as error:

@@ -115,7 +115,7 @@ class StreamedView(OffloadedView):
             host.heads, queries, host.piece, most, host.device, cache.window.dtype
         )
         # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
-        steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32) * host.unit
+        steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32, device="cpu") * host.unit
         self._piece_lengths = steps[:, None].expand(-1, 4).contiguous().to(host.device)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:

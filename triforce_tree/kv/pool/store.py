@@ -167,10 +167,12 @@ class PooledStore(PagedStore):
         pages, writable = torch.from_numpy(tables)
         self.pages.copy_(pages)
         self.writable.copy_(writable)
-        chunks = pages[:, :, None] * self._in_page + torch.arange(self._in_page, dtype=torch.int32)
+        chunks = pages[:, :, None] * self._in_page + torch.arange(
+            self._in_page, dtype=torch.int32, device="cpu"
+        )
         self.chunks.copy_(chunks.flatten(1))
         segments, ends = self._segments()
-        self.prefix.copy_(torch.tensor(ends))
+        self.prefix.copy_(torch.tensor(ends, device="cpu"))
         for plan in self._plans:
             plan.set(segments, ends)
 

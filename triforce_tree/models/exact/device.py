@@ -107,7 +107,9 @@ def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
     weight = module._parameters["weight"]
     assert weight is not None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _TRIED_ROWS, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    x = torch.randn(1, _TRIED_ROWS, weight.numel(), generator=generator, device="cpu").to(
+        weight.device, weight.dtype
+    )
     errors = []
     for shift, late in NORM_KINDS:
         worst = 0.0

@@ -64,7 +64,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
 def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int) -> None:
     """Replaces a module's forward by one that gives the same results for rows ``[..., size]``."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _TRIED_ROWS, size, generator=generator, dtype=torch.float32)
+    x = torch.randn(1, _TRIED_ROWS, size, generator=generator, dtype=torch.float32, device="cpu")
     # Small numbers show where an epsilon is added.
     for tried in (x, 1e-3 * x):
         try:
@@ -143,7 +143,10 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
     own = forward.__globals__.get(ROTARY)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, _TRIED_ROWS), (1, _TRIED_ROWS), (_TRIED_ROWS,), (_TRIED_ROWS,))
-    tried = [torch.randn(1, *shape, _TRIED_DIM, generator=generator, dtype=torch.float32) for shape in shapes]
+    tried = [
+        torch.randn(1, *shape, _TRIED_DIM, generator=generator, dtype=torch.float32, device="cpu")
+        for shape in shapes
+    ]
     try:
         expected, found = own(*tried), fp32.rotary(*tried)  # type: ignore[misc]
     except (TypeError, RuntimeError, ValueError):

@@ -83,7 +83,7 @@ def seen_slots(request: ExactAttention) -> list[tuple[Tensor, int]]:
     for b, length in enumerate(request.lengths.tolist()):
         for t in range(request.tokens):
             tail = unpack_mask(request.mask[b, t].cpu())[: request.tokens].nonzero()[:, 0]
-            slots = torch.cat([torch.arange(length), length + tail]).to(request.q.device)
+            slots = torch.cat([torch.arange(length, device="cpu"), length + tail]).to(request.q.device)
             position, first = len(slots) - 1, 0
             if window := request.params.window:
                 start = position // window * window

@@ -31,7 +31,7 @@ def attention(request: ExactAttention) -> Tensor:
     tokens, (kv_heads, dim, value_dim) = q.shape[0] // batch, (k.shape[1], k.shape[3], v.shape[3])
     group, sinks = q.shape[1] // kv_heads, params.sinks
     scaled = (q.float() * params.scale).contiguous()
-    out = torch.empty(*q.shape[:2], value_dim, dtype=torch.float32)
+    out = torch.empty(*q.shape[:2], value_dim, dtype=torch.float32, device="cpu")
     mask = request.mask.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     run_with_work(own.exact_attention, _REQUEST, (

@@ -87,7 +87,7 @@ def page_table(table: torch.Tensor | None) -> tuple[int, int, int]:
 class _Work(threading.local):
     """Workspace for the calls of one thread."""
 
-    buffer = torch.empty(0, dtype=torch.uint8)
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 _work = _Work()
@@ -105,4 +105,4 @@ def run_with_work(
     work = _work.buffer
     while needed := function(request.pack(work.data_ptr(), work.numel(), *fields)):
         # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost nothing.
-        work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
+        work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device="cpu")

@@ -97,7 +97,7 @@ def unpacked(weight: Tensor, blocks: Blocks, out: Tensor | None = None) -> Tenso
         out: dense fp32 memory for the result; by default new memory.
     """
     outs, ins = weight.shape[0], blocks.ins(weight)
-    out = torch.empty(outs, ins, dtype=torch.float32) if out is None else out
+    out = torch.empty(outs, ins, dtype=torch.float32, device="cpu") if out is None else out
     own = usable(out)
     assert own is not None, "blocks are used only with the C library"
     assert weight.is_contiguous(), "weights must be dense"

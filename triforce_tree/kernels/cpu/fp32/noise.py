@@ -23,5 +23,5 @@ def fill_exponential(out: Tensor, generator: torch.Generator) -> None:
     if library is None:
         out.exponential_(generator=generator)
         return
-    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    seed = int(torch.randint(2**63 - 1, (), generator=generator, device="cpu"))
     library.exponential(_NOISE.pack(out.data_ptr(), seed, out.numel(), torch.get_num_threads()))

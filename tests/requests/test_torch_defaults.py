@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,37 @@ def test_beams_samples_and_scores(dtype: torch.dtype) -> None:
     expected = outputs()
     with default(dtype):
         assert str(outputs()) == str(expected)
+
+
+@pytest.mark.parametrize("path", ENGINES)
+def test_texts_do_not_depend_on_the_default_device(path: str) -> None:
+    """A tensor that got the default device by mistake cannot be read there."""
+    engine = ENGINES[path]()
+    expected = texts(engine)
+    with torch.device("meta"):
+        assert texts(engine) == expected, "set after load"
+        assert texts(ENGINES[path]()) == expected
+
+
+def test_other_inputs_and_outputs_under_another_default_device(tmp_path: Path) -> None:
+    engine = drafting(levels=3, rounds=2)()
+    offloading = drafting(levels=3, rounds=2, offload=True)()
+    penalties = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 9]]}
+
+    def outputs(folder: str) -> tuple[list[Any], list[float]]:
+        several = engine.generate(PROMPT, do_sample=True, num_return_sequences=2, seed=3, max_new_tokens=6)
+        scored = engine.generate(PROMPT, max_new_tokens=4, logprobs=True)
+        penalised = engine.generate(PROMPT, max_new_tokens=8, eos_token_id=[7, 9], **penalties)
+        offloaded = offloading.generate([PROMPT, PROMPT[5:]], max_new_tokens=8, do_sample=False)
+        session = engine.session(PROMPT)
+        first = session.generate([5, 6], max_new_tokens=5, do_sample=False)
+        session.save(tmp_path / folder)
+        second = engine.load_session(tmp_path / folder).generate([7], max_new_tokens=5, do_sample=False)
+        found = [each.sequences.tolist() for each in (several, penalised, offloaded, first, second)]
+        return found, scored.logprobs[0].tolist()
+
+    expected, logprobs = outputs("before")
+    with torch.device("meta"):
+        found, others = outputs("inside")
+    assert found == expected
+    assert others == pytest.approx(logprobs, abs=1e-4)
