@@ -282,14 +282,6 @@ class Engine:
         other._hierarchy = self._hierarchy.with_config(other._config)
         return other
 
-    def with_drafter(self, drafter: Drafter | None) -> "Engine":
-        """Returns an engine over the same target and options with another drafter. None means suffix
-        matching.
-        """
-        other = copy.copy(self)
-        other._hierarchy = Hierarchy(self.target, drafter, self._config)
-        return other
-
     @property
     def target(self) -> HFModel:
         """Returns the target model, which levels 1 and 2 run."""
