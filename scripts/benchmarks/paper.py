@@ -214,7 +214,8 @@ class Measurement:
             # Plain decoding takes the same time for every token, and half of them are enough.
             plain = min(max(_WARM_UP_TOKENS, self.new_tokens // 2), self.new_tokens)
             found = decode(self.new_tokens, True)
-            return {**found, "plain ms/token": decode(plain, False)["ms/token"]}
+            plain_ms = decode(plain, False)["ms/token"]
+            return {**found, "plain ms/token": plain_ms, "prompt_tokens": context}
 
     def _decode(
         self,
@@ -258,7 +259,8 @@ def tables_of(records: Records, shown: Mapping[str, Sequences[Row]]) -> Iterator
     """
     own = records.settings
     shape = f" in the shape of {own['shape']}" if own["shape"] else ""
-    note = _NOTE.format(**{**own, "shape": shape})
+    target = "embedded pair" if own["target"] == "embedded" else own["target"]
+    note = _NOTE.format(**{**own, "target": target, "shape": shape})
     for name, rows in shown.items():
         lines = [
             [
@@ -352,6 +354,6 @@ def _inflated(args: argparse.Namespace, shape: str, device: torch.device) -> Eng
 
 def _described(record: Record) -> str:
     who = "draft alone" if record["naive"] else COLUMNS[record["settings"]]
-    return f"{who}, {record['batch']} x {record['context']:,} T={record['temperature']:g}: " + (
+    return f"{who}, {record['batch']} x {record['prompt_tokens']:,} T={record['temperature']:g}: " + (
         f"{record['ms/token']:.1f} ms a token"
     )
