@@ -15,7 +15,6 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
-from triforce_tree.kv.view import RetrievalView
 from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -56,9 +55,7 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
     return torch.stack(probs)
 
 
-def retrieval_logits(
-    program: DecodingProgram, tokens: Sequence[int], step: int, view: RetrievalView | None = None
-) -> Tensor:
+def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int) -> Tensor:
     """Returns the logits of level 1, ``[T, V]``, over a chain of T tokens, the first of which is the root.
 
     Each forward processes a new root and the tokens after it, and attends to earlier tokens through the KV
@@ -68,9 +65,8 @@ def retrieval_logits(
     Args:
         program: a program of three levels whose cache holds one sequence, which ends with ``tokens[0]``.
         step: tokens of one forward; at most the nodes of the drafter's trees.
-        view: another retrieval view of the program's store for as many nodes; by default the program's own.
     """
-    view = view or program.retrieval
+    view = program.retrieval
     assert view is not None, "a program of three levels has a retrieval view"
     nodes, device = program.shapes[0].nodes, program.device
     step = min(step, nodes)

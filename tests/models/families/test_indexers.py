@@ -74,7 +74,7 @@ def test_greedy_texts_are_transformers_own(name: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_is_read_with_tensors_of_its_own_device(name: str) -> None:
-    """Another default device stands for a GPU: a tensor without a device would be elsewhere than the model."""
+    """A default device whose tensors cannot be read stands for a model on a GPU."""
     model = model_of(name)
     with torch.device("meta"):
         assert HFModel(model).indexed
