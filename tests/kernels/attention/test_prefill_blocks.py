@@ -58,7 +58,7 @@ def test_wide_heads_go_in_blocks_on_a_gpu(dims: tuple[int, int], monkeypatch: py
     monkeypatch.setattr(prefill, "attention_in_blocks", lambda *_, **__: made)
     monkeypatch.setattr(prefill, "_of_equal_widths", lambda *_, **__: None)
     monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", lambda *_, **__: None)
-    q, k, v = (SimpleNamespace(shape=shape, is_cuda=True) for shape in shapes)
+    q, k, v = (SimpleNamespace(shape=shape, is_cuda=True, dtype=torch.float32) for shape in shapes)
     assert (prefill.causal_attention(q, k, v, scale=1.0) is made) == (max(dims) > 256)
     q.is_cuda = False
     assert prefill.causal_attention(q, k, v, scale=1.0) is not made
@@ -114,15 +114,18 @@ def test_prefix_and_chunk_are_merged(before: int, queries: int, monkeypatch: pyt
 @pytest.mark.parametrize("kv_heads, dim", [(4, 128), (2, 128), (2, 64), (1, 256)])
 @pytest.mark.parametrize(
     "before, queries",
-    [(4096, 4096), (13_000, 4096), (8192, 5000), (22_528, 2048), (9000, 1500), (8192, 3807)],
-)
+    [
+        (4096, 4096), (13_000, 4096), (8192, 5000), (22_528, 2048), (9000, 1500), (8192, 3807), (0, 4096),
+        (0, 2041), (0, 7),
+    ],
+)  # fmt: skip
 def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries: int) -> None:
     positions = before + queries
     q, k, v = (
         torch.randn(1, count, length, dim, device="cuda", dtype=torch.bfloat16)
         for count, length in ((4, queries), (kv_heads, positions), (kv_heads, positions))
     )
-    if not prefill._cudnn_pays(q):
+    if not prefill._cudnn_runs(q):
         pytest.skip("cuDNN's attention is used on Hopper and Blackwell only")
     out = prefill.causal_attention(q, k, v, scale=dim**-0.5)
     exact = prefill.attention_in_blocks(q.float(), k.float(), v.float(), scale=dim**-0.5)

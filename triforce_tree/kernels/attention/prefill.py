@@ -71,6 +71,9 @@ def _causal(
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
     grouped = q.shape[1] != k.shape[1]
     if queries == positions and (window is None or window >= positions):
+        if queries % _BLOCK and q.is_cuda and _cudnn_runs(q):
+            # Torch prefers cuDNN on these GPUs, which would make a plan for each length of a prompt.
+            return _flash(q, k, v, scale, causal=True)[0]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     bias = causal_lower_right(queries, positions) if window is None else _band(queries, positions, window, q)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
@@ -82,7 +85,12 @@ def _cudnn_pays(q: Tensor) -> bool:
     On these GPUs cuDNN's attention without a mask has 1.9 times the speed of torch's flash attention. It
     makes a plan for every new shape, which takes 0.04 s. Chunks of few queries do not save this time.
     """
-    if torch.version.hip is not None or not _queries_of_cudnn(q.shape[2]) or q.shape[3] % 8:
+    return bool(_queries_of_cudnn(q.shape[2])) and _cudnn_runs(q)
+
+
+def _cudnn_runs(q: Tensor) -> bool:
+    """Returns whether cuDNN's attention supports a tensor on a GPU where it is faster than torch's."""
+    if torch.version.hip is not None or q.shape[3] % 8:
         return False
     usable = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     half = q.dtype in (torch.bfloat16, torch.float16)
