@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from triforce_tree.check.own_forward import as_ids, greedy_scores, last_logits, prefilled
-from triforce_tree.decoding.forced_tokens import target_logits
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.trees.ancestors import ancestor_mask
+from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 NOISE_POSITIONS = 16
@@ -110,3 +113,28 @@ def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> 
     with engine.program([list(prompt)], len(more) + 1, None) as program:
         program.prefill([prompt])
         return target_logits(program, [prompt[-1], *more])
+
+
+def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
+    """Returns the logits of level 2, ``[T, V]``, over a chain of T tokens, the first of which is the root.
+
+    Nothing is committed. KV slots after the root are overwritten, as in any pass.
+
+    Args:
+        program: a program whose cache holds one sequence, which ends with ``tokens[0]``.
+    """
+    count = len(tokens)
+    tree = chain_of(program, count)
+    tree.tokens.copy_(torch.tensor([list(tokens)], device=program.device))
+    view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
+    root = program.state.length.clone()
+    view.begin(root)
+    logits = program.full(
+        tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent, indexed=view.indexed
+    )
+    return logits[0]
+
+
+def chain_of(program: DecodingProgram, count: int) -> TokenTree:
+    """Returns a chain of ``count`` nodes for one sequence, whose tokens are not set."""
+    return TokenTree.of(DeviceTreeShape((1,) * (count - 1), (((0, 0),),) * (count - 1)), 1, 0, program.device)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding import forced_tokens
+from scripts.train_pair.given import forced_tokens
+from triforce_tree.check.ties import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -48,7 +49,7 @@ def teacher_forced(engine: Engine, text: Sequence[int], prompt_tokens: int) -> I
             draft = forced_tokens.draft_probs(program, len(chain), generator)
             assert draft is not None, "the draft is a model"
             retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, _LEVEL_1_STEP), list)
-            yield LevelProbs(draft, retrieval, to_probs(forced_tokens.target_logits(program, chain), list))
+            yield LevelProbs(draft, retrieval, to_probs(target_logits(program, chain), list))
             forced_tokens.commit(program, text[at:stop])
             at = stop
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import triforce_tree
+from scripts.train_pair.given import forced_tokens
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
@@ -17,8 +18,8 @@ from tests.support.models.program_cases import GREEDY, SAMPLED, decoded, finishe
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, ForeknownPath, recurrent
 from triforce_tree import UnsupportedModelError
 from triforce_tree.check import losslessness as check
+from triforce_tree.check.ties import target_logits
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
@@ -159,7 +160,7 @@ def test_forced_tokens(family: str) -> None:
     found, at = [], len(PROMPTS[0])
     for given, kept in ((4, 2), (1, 1), (5, 5), (4, 1)):
         forced_tokens.offer(used, text[:at], text[at : at + 4])
-        found.append(forced_tokens.target_logits(used, text[at - 1 : at - 1 + given])[:kept].clone())
+        found.append(target_logits(used, text[at - 1 : at - 1 + given])[:kept].clone())
         forced_tokens.commit(used, text[at : at + kept])
         at += kept
     with torch.no_grad():

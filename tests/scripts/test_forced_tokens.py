@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from scripts.train_pair.given import forced_tokens
 from tests.support.models.families import prompt_of
 from tests.support.models.program_cases import GREEDY, SMALL, draft_of, model, program_of
+from triforce_tree.check.ties import target_logits
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.models.hf_model import HFModel
@@ -93,7 +94,7 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
         forced_tokens.offer(forced, sequence, part)
         forced_tokens.draft_probs(forced, len(part), torch.Generator())
         forced_tokens.retrieval_logits(forced, [sequence[-1], *part], 3)
-        forced_tokens.target_logits(forced, [sequence[-1], *part][: len(part)])
+        target_logits(forced, [sequence[-1], *part][: len(part)])
         forced_tokens.commit(forced, part)
         sequence += part
     for program in programs:
@@ -102,7 +103,7 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
     for level in (
         lambda program: forced_tokens.draft_probs(program, 2, generator),
         lambda program: forced_tokens.retrieval_logits(program, [sequence[-1], *more[10:]], 3),
-        lambda program: forced_tokens.target_logits(program, [sequence[-1], *more[10:]]),
+        lambda program: target_logits(program, [sequence[-1], *more[10:]]),
     ):
         torch.testing.assert_close(level(forced), level(fresh), atol=2e-5, rtol=1e-3)
 

@@ -1,8 +1,9 @@
-"""Computes the logits of each level for given tokens instead of drawn ones, for measurements and checks.
+"""Computes the distributions of the draft and of level 1 for given tokens instead of drawn ones.
 
-The models, views and kernels are those of decoding. A pass consists of :func:`offer`; then the functions of
-levels 0 to 2, because each overwrites the KV slots of the level below; then :func:`commit`. A drafter does
-not read tokens that were committed in passes without :func:`draft_probs`.
+The models, views and kernels are those of decoding. A pass consists of :func:`offer`; then of
+:func:`draft_probs`, :func:`retrieval_logits` and ``check.ties.target_logits`` in this order, because each
+overwrites the KV slots of the level below; then of :func:`commit`. A drafter does not read tokens that were
+committed in passes without :func:`draft_probs`.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.check.ties import chain_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage
-from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
-from triforce_tree.trees.ancestors import ancestor_mask
-from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 
 def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) -> None:
@@ -76,7 +75,7 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
     for number, first in enumerate(range(0, len(tokens), step)):
         part = list(tokens[first : first + step])
         count = len(part)
-        tree = _chain(program, count)
+        tree = chain_of(program, count)
         # Every forward of level 1 has the same number of nodes; no other node attends to the unused ones.
         ids, depths = torch.zeros(1, nodes, **integers), torch.zeros(nodes, **integers)
         words = own_bits[None].clone()
@@ -91,28 +90,8 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
     return torch.cat(logits)
 
 
-def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
-    """Returns the logits of level 2, ``[T, V]``, over a chain of T tokens, the first of which is the root.
-
-    Nothing is committed. KV slots after the root are overwritten, as in any pass.
-
-    Args:
-        program: a program whose cache holds one sequence, which ends with ``tokens[0]``.
-    """
-    count = len(tokens)
-    tree = _chain(program, count)
-    tree.tokens.copy_(torch.tensor([list(tokens)], device=program.device))
-    view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
-    root = program.state.length.clone()
-    view.begin(root)
-    logits = program.full(
-        tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent, indexed=view.indexed
-    )
-    return logits[0]
-
-
 def commit(program: DecodingProgram, tokens: Sequence[int]) -> None:
-    """Commits tokens after the root of the last :func:`target_logits`; the last of them becomes the root."""
+    """Commits tokens after the root of the last ``target_logits``; the last of them becomes the root."""
     state, count = program.state, len(tokens)
     before = state.length.clone()
     state.length += count
@@ -122,7 +101,3 @@ def commit(program: DecodingProgram, tokens: Sequence[int]) -> None:
         chunk = program.retrieval.config.chunk
         program.retrieval.update_chunk_means(before // chunk, count // chunk + 2)
     program.cache.committed([tokens], with_means=program.retrieval is not None)
-
-
-def _chain(program: DecodingProgram, count: int) -> TokenTree:
-    return TokenTree.of(DeviceTreeShape((1,) * (count - 1), (((0, 0),),) * (count - 1)), 1, 0, program.device)
