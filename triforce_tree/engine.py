@@ -59,6 +59,7 @@ from triforce_tree.requests.request import (
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import listed_ids
 from triforce_tree.sessions.session import RESERVE, Session
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -222,9 +223,7 @@ class Engine:
         """
         grammars_of(grammar, 1)
         ends = self.target.model.generation_config.eos_token_id
-        self._grammars.compile(
-            grammar, None if ends is None else torch.as_tensor(ends, device="cpu").flatten().tolist()
-        )
+        self._grammars.compile(grammar, None if ends is None else listed_ids(ends))
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
         """Returns a session: a text or a conversation of which each call prefills only the new tokens; see

@@ -15,6 +15,7 @@ from triforce_tree.config import ADVANCED, SHOWN
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.option_checks import unknown_option
 from triforce_tree.requests.option_values import checked
+from triforce_tree.runtime.token_ids import listed_ids
 
 # Options of GenerationConfig that this package carries out. Any other that differs from its default is
 # refused by name, not ignored.
@@ -255,8 +256,7 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
         ValueError: a forced token is not in the vocabulary, or a processor runs the model.
     """
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        given = getattr(config, name, None)
-        for token in [] if given is None else torch.as_tensor(given, device="cpu").flatten().tolist():
+        for token in listed_ids(getattr(config, name, None)):
             if not 0 <= token < vocabulary:
                 raise ValueError(
                     f"{name}={token} is not in the model's vocabulary; give a token id below {vocabulary}"

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -36,6 +35,7 @@ from triforce_tree.requests.options import (
 )
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import listed_ids
 from triforce_tree.verify.draws import sequence_seed
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.sampling_options import GeneratedTokenPenalties
@@ -497,14 +497,7 @@ def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
         sources: options by name; earlier sources take precedence.
     """
     pad, ends = (
-        next(
-            (
-                torch.as_tensor(own[name], device="cpu").flatten().tolist()
-                for own in sources
-                if own.get(name) is not None
-            ),
-            [],
-        )
+        listed_ids(next((own[name] for own in sources if own.get(name) is not None), None))
         for name in ("pad_token_id", "eos_token_id")
     )
     fill = next(iter((*pad, *ends)), 0)

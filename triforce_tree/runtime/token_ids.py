@@ -1,4 +1,4 @@
-"""Makes tensors of token ids."""
+"""Makes tensors of token ids, and lists of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,3 +24,11 @@ def left_padded(
     for row, sequence in zip(padded, sequences, strict=True):
         row[width - len(sequence) :] = sequence
     return torch.from_numpy(padded).to(device)
+
+
+def listed_ids(given: Any) -> list[int]:
+    """Returns the token ids of an option of transformers: None, an id, a list, or a tensor of any device."""
+    if given is None:
+        return []
+    ids: list[int] = torch.as_tensor(given, device="cpu").flatten().tolist()
+    return ids

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
 from triforce_tree.grammar import EBNF
+from triforce_tree.runtime.token_ids import listed_ids
 from triforce_tree.server.errors import LateError, client_message
 from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.outbox import Outbox, Pieces
@@ -147,8 +147,7 @@ class Service:
                 target.check_length(len(ids), new)
             except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
-            own = target.model.generation_config.eos_token_id
-            ends = [] if own is None else torch.as_tensor(own, device="cpu").flatten().tolist()
+            ends = listed_ids(target.model.generation_config.eos_token_id)
             settings = {
                 "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
                 **grammar,
