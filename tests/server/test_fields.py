@@ -1,6 +1,8 @@
 """The sampling fields of requests, by the real client: texts beside those of ``Engine.generate``."""
 
 import math
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,15 +150,22 @@ def test_requests_with_different_fields_share_batches(
     """Each text is the one that its request gets alone."""
     alone = [text(client, 24, **fields) for fields in FIELDS]
     batches, generate = [], engine.generate
+    begun, others_wait = threading.Event(), threading.Event()
 
     def counted(prompts: list[list[int]], **how: Any) -> Any:
         batches.append(len(prompts))
+        begun.set()
+        others_wait.wait(PATIENCE)
         return generate(prompts, **how)
 
     monkeypatch.setattr(engine, "generate", counted)
     fields = [*FIELDS[:3], *FIELDS[1:]]
     with ThreadPoolExecutor(4) as pool:
-        made = [pool.submit(text, client, 24, **each) for each in fields[:4]]
+        made = [pool.submit(text, client, 24, **fields[0])]
+        assert begun.wait(PATIENCE)
+        made += [pool.submit(text, client, 24, **each) for each in fields[1:4]]
+        time.sleep(1)  # They are read, and wait for the batch that is about to run.
+        others_wait.set()
         texts = [each.result(PATIENCE) for each in made]
     assert texts == [alone[FIELDS.index(each)] for each in fields[:4]]
     assert sum(batches) < 4, "others joined"
