@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scripts.benchmarks.common.results import Record
 from scripts.train_drafters.segments import Segments
 from scripts.train_drafters.teacher import Teacher
-from scripts.train_pair.given.overlaps import spaced
+from triforce_tree.bench.texts import evenly_spaced
 
 
 @torch.no_grad()
@@ -23,14 +23,15 @@ def by_context(
     ``agreement_N`` the share of positions at which drafter and target have the same likeliest token.
 
     Args:
-        ids: the text, read as a ring.
+        ids: the text, repeated if it is short.
         windows: how many prompts, evenly spaced in the text.
     """
     device, depths = teacher.head.device, network.depths
     start = torch.tensor([context - new - depths], device=device)
     segments = Segments(network.cache, torch.zeros_like(start), start, new, network.every)
     overlaps, agreements = torch.zeros(2, depths, device=device)
-    for window in spaced(ids, windows, context):
+    repeated = [*ids] * (1 + 2 * context // len(ids))
+    for window in evenly_spaced(repeated, context, windows):
         tokens = torch.tensor([window], device=device)
         hidden = teacher.states(tokens, network.features)
         for depth, made in enumerate(network(tokens, hidden, segments)):

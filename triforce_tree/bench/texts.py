@@ -1,6 +1,6 @@
 """Long prompts of real text: Python's own help topics, or a data set's documents."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,21 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return encoded(tokenizer, text)
 
 
+def evenly_spaced(ids: Sequence[int], context: int, count: int) -> list[list[int]]:
+    """Returns ``count`` different prompts of ``context`` tokens, evenly spaced in a text.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    step = (len(ids) - context) // max(1, count - 1)
+    if len(ids) < context or (count > 1 and step == 0):
+        raise ValueError(
+            f"the text has {len(ids)} tokens, too few for {count} different prompts of {context}; "
+            "give a longer text, or fewer or shorter prompts"
+        )
+    return [list(ids[at * step : at * step + context]) for at in range(count)]
+
+
 def prompts(
     documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase", context: int, count: int
 ) -> list[list[int]]:
@@ -113,13 +128,7 @@ def prompts(
         if len(cut) >= count and documents_seen > 1:
             return cut[:count]
     if documents_seen == 1 and longest >= context:
-        step = (longest - context) // max(1, count - 1)
-        if count > 1 and step == 0:
-            raise ValueError(
-                f"the text has {longest} tokens, too few for {count} different prompts of {context}; "
-                "give a longer text, or fewer or shorter prompts"
-            )
-        return [ids[i * step : i * step + context] for i in range(count)]
+        return evenly_spaced(ids, context, count)
     raise ValueError(
         f"the text holds {len(cut)} prompts of {context} tokens, {count} are wanted (its longest document "
         f"has {longest} tokens); give a longer text or a shorter context"

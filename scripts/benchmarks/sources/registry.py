@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.benchmarks.sources import loaders, packed
 from scripts.benchmarks.sources.loaders import MissingTextError
+from triforce_tree.bench.texts import evenly_spaced
 
 DOCUMENTATION, PROSE, VERSE, CODE = "documentation", "prose", "verse", "code"
 DIALOGUE, TABLES, COPIED = "dialogue", "tables", "copied"
@@ -188,22 +189,15 @@ class Texts:
 
 
 def prompts(source: TextSource, ids: Sequence[int], context: int, count: int = 1) -> list[list[int]]:
-    """Prompts of ``context`` tokens, evenly spaced in the text; the first one begins where it begins.
-
-    Args:
-        source: decides whether passages are copied.
-        ids: tokens of what :meth:`Texts.read` returns for it.
+    """Returns evenly spaced prompts of a source's tokens, with copied passages if it is of that kind.
 
     Raises:
         ValueError: the text is too short.
     """
-    step = (len(ids) - context) // max(1, count - 1)
-    if len(ids) < context or (count > 1 and step == 0):
-        raise ValueError(
-            f"text {source.name!r} has {len(ids)} tokens, too few for {count} prompts of {context}; give "
-            "another text, or fewer or shorter prompts"
-        )
-    cut = [list(ids[number * step : number * step + context]) for number in range(count)]
+    try:
+        cut = evenly_spaced(ids, context, count)
+    except ValueError as error:
+        raise ValueError(f"text {source.name!r}: {error}") from None
     return [copied(prompt) for prompt in cut] if source.copies is not None else cut
 
 

@@ -19,8 +19,7 @@ GPU and on a CPU with AMX, else fp32. ``--resume`` goes on from the last checkpo
 
 import argparse
 import copy
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from transformers.utils import logging
 import triforce_tree
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
 from scripts.train_pair.given.overlaps import overlaps
+from scripts.train_pair.kinds.mixture import slices
 from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import llama, new_model
 from scripts.train_pair.options import training_parser
@@ -47,36 +47,6 @@ _LOGITS_ON_GPU, _LOGITS_ON_CPU = 8192, 2048
 _LONG = 5.0
 # Tokens at the beginning of a segment that teach nothing: no window is that empty while decoding.
 _COLD = 128
-
-
-class Slices:
-    """Random slices of the token file.
-
-    Args:
-        file: ids by kind of text, uint16 or uint32.
-        device: where they are kept.
-        seed: of the draws.
-    """
-
-    def __init__(self, file: Path, device: torch.device, seed: int) -> None:
-        if not file.exists():
-            raise FileNotFoundError(f"no {file}; make it with python -m scripts.train_pair.text")
-        with np.load(file) as held:
-            tokens = np.concatenate([held[kind].astype(np.int32) for kind in held])
-        self.tokens = torch.from_numpy(tokens).to(device)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, rows: int, length: int) -> Tensor:
-        """Returns int64 ``[rows, length]``; raises ValueError where the file has fewer than ``length``
-        tokens.
-        """
-        if (last := len(self.tokens) - length) < 0:
-            raise ValueError(
-                f"the token file has {len(self.tokens)} tokens, fewer than a slice of {length}; lower "
-                "--length, or make a longer file"
-            )
-        starts = torch.randint(last + 1, (rows, 1), generator=self._generator)
-        return self.tokens[(starts + torch.arange(length)).to(self.tokens.device)].long()
 
 
 def draft_config(target: LlamaConfig, hidden: int, layers: int, head_dim: int, mlp: int) -> LlamaConfig:
@@ -111,12 +81,13 @@ class Distillation:
         run: of this process.
         target: the teacher.
         draft: with attention for training (``model.new_model``).
-        slices: of text.
+        slices: draws int64 ``[rows, length]`` of text.
     """
 
     def __init__(
-        self, args: argparse.Namespace, run: Run, target: Any, draft: LlamaForCausalLM, slices: Slices
-    ) -> None:
+        self, args: argparse.Namespace, run: Run, target: Any, draft: LlamaForCausalLM,
+        slices: Callable[[int, int], Tensor],
+    ) -> None:  # fmt: skip
         self.args, self.run, self.target, self.draft, self.slices = args, run, target, draft, slices
         self.streaming = StreamingForward(draft, run.device)
         self.rows = max(1, args.tokens // args.length)
@@ -207,10 +178,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, float | None]:
     config = draft_config(target.config, args.hidden, args.layers, args.head_dim, args.mlp)
     draft = new_model(copy.deepcopy(config), run.device)
     begin_embedding(draft, target)
-    slices = Slices(args.data / TOKENS, run.device, args.seed)
+    with np.load(args.data / TOKENS) as file:
+        tokens = torch.from_numpy(np.concatenate([file[kind].astype(np.int32) for kind in file]))
+    draws, tokens = torch.Generator().manual_seed(args.seed), tokens.to(run.device)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (target, draft)]
-    run.log(what="start", tokens=len(slices.tokens), parameters=sizes)
-    distillation = Distillation(args, run, target, draft, slices)
+    run.log(what="start", tokens=len(tokens), parameters=sizes)
+    distillation = Distillation(
+        args, run, target, draft, lambda rows, length: slices(tokens, rows, length, draws)
+    )
     fit(run, "draft", draft, distillation.losses, 60 * args.minutes, Schedule(0.4), [0.0])
     del distillation, target, draft
     found = measured(args, run) if args.evaluate else {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scripts.train_pair.given import forced_tokens
+from triforce_tree.bench.texts import evenly_spaced
 from triforce_tree.check.ties import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -54,22 +55,18 @@ def teacher_forced(engine: Engine, text: Sequence[int], prompt_tokens: int) -> I
             at = stop
 
 
-def spaced(ids: Sequence[int], count: int, length: int) -> Iterator[list[int]]:
-    """Yields ``count`` parts of ``length`` tokens, evenly spaced in a text that is read as a ring."""
-    for number in range(count):
-        start = number * len(ids) // count
-        yield [ids[at % len(ids)] for at in range(start, start + length)]
-
-
 def overlaps(engine: Engine, ids: Sequence[int], length: int, budget: int, count: int) -> tuple[float, float]:
     """Returns the overlaps (retrieval level, draft) with the target over ``NEW`` tokens after each prompt.
 
     The overlap is the mean of sum(min(p, q)) at temperature 1, the probability that a token drawn from q is
-    accepted under p. The ``count`` prompts have ``length`` tokens (:func:`spaced`).
+    accepted under p. The ``count`` prompts have ``length`` tokens and are evenly spaced in the text.
+
+    Raises:
+        ValueError: the text is too short.
     """
     engine = engine.with_options(budget=budget)
     retrieval, draft = list[float](), list[float]()
-    for window in spaced(ids, count, length + NEW):
+    for window in evenly_spaced(ids, length + NEW, count):
         for probs in teacher_forced(engine, window, length):
             retrieval += torch.minimum(probs.retrieval, probs.target).sum(-1).tolist()
             draft += torch.minimum(probs.draft, probs.target).sum(-1).tolist()

@@ -34,7 +34,3 @@ def test_distributions_are_the_models_own(engine: Engine, ids: list[int]) -> Non
     with torch.no_grad():
         expected = model(torch.tensor([ids[:250]])).logits[0, 179:249].softmax(-1)
     torch.testing.assert_close(torch.cat([s.target for s in steps]), expected, atol=1e-5, rtol=1e-3)
-
-
-def test_windows_are_evenly_spaced_in_a_ring() -> None:
-    assert list(overlaps.spaced([1, 2, 3, 4], 2, 3)) == [[1, 2, 3], [3, 4, 1]]

@@ -151,7 +151,7 @@ def test_prompts_are_cut_evenly_and_too_few_tokens_are_refused() -> None:
     plain = BY_NAME["psalms"]
     assert prompts(plain, ids, 300, 3) == [ids[at : at + 300] for at in (0, 350, 700)]
     assert prompts(BY_NAME["copied-topics"], ids, 300)[0] == copied(ids[:300])
-    with pytest.raises(ValueError, match=r"text 'psalms' has 1000 tokens, too few for 1 prompts of 1001"):
+    with pytest.raises(ValueError, match=r"text .psalms.: the text has 1000 tokens, too few for 1 dif"):
         prompts(plain, ids, 1001)
     with pytest.raises(ValueError, match="too few to copy passages; use 256 or more"):
         copied(ids[:200])
