@@ -55,14 +55,6 @@ PAGES = {
     "models.md": Page("Every class of transformers", "../models.md", (
         Section("Classes and paths", "models"),
     )),
-    "offloading.md": Page("Caches and weights in host memory", "../offloading.md", (
-        Section("Speed", "offload_headline"),
-        Section("Time and acceptance of each level", "offload_levels"),
-        Section("Memory", "offload_memory"),
-        Section("Reading the prompt", "offload_prefill"),
-        Section("Projections to a slower bus", "offload_projections"),
-        Section("Several cards", "parallel_speed"),
-    )),
     "requests.md": Page("Whole requests and sessions", "../sessions.md", (
         Section("Requests on a CPU", "requests_cpu"),
         Section("A conversation of many turns", "conversation_cpu"),

@@ -74,16 +74,6 @@ BENCHMARKS = {
         "trained drafters beside the small draft, by context and kind of text: docs/trained_drafters.md",
         "drafters_{machine}.jsonl",
     ),
-    "offload": Benchmark(
-        "benchmarks.offload.run",
-        "decoding with the cache in host memory: docs/offloading.md",
-        "offload_h200.jsonl",
-    ),
-    "parallel": Benchmark(
-        "benchmarks.offload.parallel",
-        "the same on several cards, under torchrun",
-        "offload_parallel_h200.jsonl",
-    ),
     "split": Benchmark(
         "benchmarks.cards.split",
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",

@@ -16,7 +16,6 @@ from scripts.benchmarks.common.markdown import Record, Table
 from scripts.benchmarks.common.results import ROOT, content_at
 from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
-from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.peers import tables as peers
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
@@ -39,6 +38,8 @@ def held(file: str) -> Record | None:
 _OTHERS = {
     "models.jsonl": "every class of transformers on every path, on a CPU: scripts.checks.models",
     "models_gpu.jsonl": "the same with captured graphs on a GPU",
+    "offload_h200.jsonl": "decoding with the cache in host memory: docs/log/2026-11-29-offloaded-caches.md",
+    "offload_parallel_h200.jsonl": "the same on several cards",
 }
 
 
@@ -72,8 +73,7 @@ TABLES = {
     "log": Table(texts.ANY_TEXT, notes, ""),
     "pages": Table(texts.ANY_TEXT, lambda _: pages.index(), ""),
     "files": Table(texts.ANY_TEXT, files, texts.COMMAND),
-    **offload.TABLES, **attention.TABLES,
-    **models_table.TABLES, **texts.TABLES,
+    **attention.TABLES, **models_table.TABLES, **texts.TABLES,
     **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES, **peers.TABLES,
     **front.TABLES,
 }  # fmt: skip

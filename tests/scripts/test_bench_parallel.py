@@ -1,6 +1,5 @@
-"""The benchmarks `parallel` and `split` by two processes on a CPU: rows, what ranks stream, the table."""
+"""The benchmark `split` by several processes on a CPU: rows, what ranks communicate, the tables."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,40 +7,6 @@ import pytest
 
 from scripts.benchmarks.common.results import content_at
 from tests.support.processes.processes import ranks_of
-
-COMMAND = ["-m", "scripts.benchmarks", "parallel", "--tiny", "--out"]
-
-
-def steps(folder: Path) -> list[str]:
-    """Runs two ranks, and returns what rank 0 reports; rank 1 reports nothing."""
-    first, second = ranks_of([*COMMAND, str(folder)])
-    assert (first.code, second.code) == (0, 0), first.err
-    assert second.out == ""
-    found = [json.loads(line) for line in first.out.splitlines()]
-    return [line["what"] for line in found if "what" in line]
-
-
-@pytest.mark.slow
-def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) -> None:
-    tables = script("benchmarks.offload.tables")
-    assert steps(tmp_path).count("all ranks wrote the same 24 tokens") == 2
-    result = content_at(tmp_path / tables.PARALLEL)
-    greedy, sampled = result["rows"]
-    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
-    assert greedy["exact"] == {"compared": 4, "partings": 0}
-    for row in (greedy, sampled):
-        assert row["gpus"] == 2
-        assert row["speedup"] == pytest.approx(row["baseline_ms_per_token"] / row["ms_per_token"], rel=1e-2)
-        for rates in ("bus_gbps_by_rank", "pcie_gbps_by_rank", "baseline_pcie_gbps_by_rank"):
-            assert len(row[rates]) == 2
-            assert min(row[rates]) > 0
-    # Half of the four heads: keys and values of 7 layers, 128 dimensions, 4 bytes.
-    whole = 7 * 2 * 4 * 128 * 4 * (480 + 24) / 2**30
-    assert greedy["streamed_gib"] + greedy["resident_gib"] < 0.75 * whole
-    assert steps(tmp_path) == [], "nothing is measured twice"
-    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.TABLES[
-        "parallel_speed"
-    ].make(result)
 
 
 @pytest.mark.slow

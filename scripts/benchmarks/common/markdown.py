@@ -51,11 +51,6 @@ def all_rows(content: Record) -> list[Record]:
     return list(content["rows"])
 
 
-def rows_of(content: Record, *parts: str) -> list[Record]:
-    """Returns rows of a results file that belong to these parts, part by part."""
-    return [row for part in parts for row in content["rows"] if row["part"] == part]
-
-
 def listing(
     columns: Columns | Callable[[Record], Columns],
     rows: Rows = all_rows,
@@ -129,27 +124,3 @@ def noted(template: str, file: str) -> Caption:
         return cell(template, content | next(iter(runs.values()))) + file_note(file, runs)
 
     return caption
-
-
-def origin(content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str]) -> str:
-    """Returns the caption that names the runs of these rows and repeats their notes.
-
-    Args:
-        content: of the results file.
-        rows: those in the table.
-        file: in docs/results.
-        measured: says what was measured of the machine in a part's run.
-    """
-    runs: dict[str, list[str]] = {}
-    notes = []
-    parts = {name: content["parts"][name] for name in dict.fromkeys(row["part"] for row in rows)}
-    for name, part in parts.items():
-        run = (
-            f"{part['hardware']}, {measured(part)}, torch {part['versions']['torch']}, transformers "
-            f"{part['versions']['transformers']}, commit {part['commit']}, "
-            f"{vocabulary_note(part['settings'])}, {part['date']}."
-        )
-        runs.setdefault(run, []).append(name)
-        notes += [f"In {name}: {text}." for text in part["notes"]]
-    lines = [f"{', '.join(together)}: {run}" for run, together in runs.items()]
-    return " ".join([*lines, *notes, file_note(file, parts)])

@@ -1,4 +1,4 @@
-"""Clocks of any work and of short calls, and the bandwidth that a device reaches."""
+"""Clocks of any work and of short calls."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -62,14 +62,3 @@ def median_us(calls: Sequence[Callable[[], object]], device: torch.device) -> fl
             call()
         rounds.append(time.perf_counter() - start)
     return 1e6 * median(rounds) / len(calls)
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Returns bytes a second of a large sum, which reads everything and writes nothing."""
-    size = 2**32 if device.type == "cuda" else 2**26
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    times = [timed(device, data.sum)[1] for _ in range(12 if device.type == "cuda" else 3)]
-    del data
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return size / median(times[1:])

@@ -90,11 +90,6 @@ def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> 
     return Step(name, f"scripts.benchmarks {words} --out {out}", minutes, **more)
 
 
-def _offload(part: str, minutes: float) -> Step:
-    words = f"offload --part {part} --texts {TEXTS}"
-    return _bench(f"offload-{part}", words, minutes, alone=True, tiny=f"--part {part}")
-
-
 _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures 0 --new-tokens 8"
 _ON_CPU = "--shapes pair --temperatures 0 0.8 --seeds 1"
 
@@ -104,8 +99,8 @@ GPU = (
     _bench("any-text-8b", f"any_text --shapes 8b --texts {TEXTS}", 8, timed=True, tiny=_TINY_GRID),
     _bench(
         "any-text-offloaded",
-        f"any_text --shapes 7b --seeds 1 --plain-tokens 4 --set gpu_memory=24GiB --texts {TEXTS}",
-        10,
+        f"any_text --shapes 7b 8b --seeds 1 --plain-tokens 4 --set gpu_memory=24GiB --texts {TEXTS}",
+        18,
         timed=True,
         alone=True,
         tiny=f"{_TINY_GRID} --set gpu_memory=1GiB",
@@ -138,14 +133,6 @@ GPU = (
         20,
         tiny="--turns 2 --context 256 --reply 4",
     ),
-    _offload("7b", 9),
-    _offload("8b", 6),
-    _offload("8b-512k", 9),
-    _offload("13b", 6),
-    _offload("caps", 8),
-    _offload("resident", 6),
-    _offload("host-attention", 6),
-    _offload("host-attention-8b", 4),
     _bench("exact", "exact", 30, timed=True),
     Step(
         "paper",
@@ -163,7 +150,6 @@ GPU = (
     ),
     # The first --texts alone takes what is installed.
     _bench("split", f"split --texts --texts {TEXTS}", 10, every_card=True),
-    _bench("parallel", f"parallel --texts {TEXTS}", 4, every_card=True),
 )
 """Measured on one GPU, or side by side on several; those on all cards last."""
 

@@ -27,6 +27,8 @@ from triforce_tree.config import load_arguments
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
+from triforce_tree.memory_size import bytes_of
+from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -96,8 +98,14 @@ class Grid:
         if self.shape is None:
             return triforce_tree.load(device=device, dtype=dtype, **load_arguments(self.options))
         draft_shape = self.draft_shape or "llama-68m"
+        # Of the last shape: models are inflated on the device as a whole.
+        bound_memory(device, 1 << 62)
         target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(self.options))
+        engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(self.options))
+        if "gpu_memory" in self.options:
+            free_memory()
+            bound_memory(device, bytes_of(self.options["gpu_memory"], "gpu_memory"))
+        return engine
 
 
 class TimeLimit:

@@ -148,6 +148,45 @@ def _by_context(file: str) -> Callable[[Record], str | None]:
     return make
 
 
+# Prefills with a part of the keys and values in host memory.
+PREFILL: Columns = {
+    "model": "{model}", "tokens": "{context:,}", "limit": "{limit}", "texts": "{offloaded[texts]}",
+    "on the device, s": "{device[median]:.2f} ({device[least]:.2f} to {device[most]:.2f})",
+    "offloaded, s": "{offloaded[median]:.2f} ({offloaded[least]:.2f} to {offloaded[most]:.2f})",
+    "ratio": "{ratio:.2f}x",
+}  # fmt: skip
+
+
+def _prefill_rows(content: Record) -> list[Record]:
+    """Returns seconds of prefills with a limit of device memory, and without one; over texts, each once."""
+    texts: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+    parts: dict[tuple[str, int, str], str] = {}
+    for row in content["rows"]:
+        limit = row["settings"].get("gpu_memory", "")
+        of_limit = texts.setdefault((row["model"], row["context"]), {}).setdefault(limit, {})
+        of_limit.setdefault(row["text"], row["prefill_seconds"])
+        parts[row["model"], row["context"], limit] = row["part"]
+    found = []
+    for (model, context), by_limit in texts.items():
+        for limit in by_limit.keys() - {""} if "" in by_limit else ():
+            part = parts[model, context, limit]
+            made: Record = {"model": model, "context": context, "limit": limit.replace("GiB", " GiB")}
+            for name, seconds in (("device", by_limit[""]), ("offloaded", by_limit[limit])):
+                # The first text of a run waits for the compiler.
+                values = sorted([*seconds.values()][1:])
+                made[name] = {"median": statistics.median(values), "least": values[0], "most": values[-1]}
+                made[name]["texts"] = len(values)
+            ratio = made["offloaded"]["median"] / made["device"]["median"]
+            found.append(made | {"ratio": ratio, "parts": [parts[model, context, ""], part]})
+    return found
+
+
+def _prefill_note(content: Record, rows: Sequence[Record]) -> str:
+    used = {name: content["parts"][name] for row in rows for name in row["parts"]}
+    hardware = ", ".join(dict.fromkeys(part["hardware"] for part in used.values()))
+    return f"{hardware}, medians over texts, lowest and highest. {file_note(ANY_TEXT, used)}"
+
+
 # A model that others trained beside the embedded pair; see ``real_model.py``.
 REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.jsonl", "real_model_cpu.jsonl"
 REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
@@ -171,6 +210,7 @@ def _any_text(file: str, command: str) -> Table:
 TABLES = {
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
     "any_text": _any_text(ANY_TEXT, COMMAND),
+    "offload_prefill": Table(ANY_TEXT, listing(PREFILL, _prefill_rows, _prefill_note), COMMAND),
     "any_text_cpu": _any_text(ANY_TEXT_CPU, f"{COMMAND} --shapes pair --contexts 16384 --temperatures 0 0.8"),
     "real_model_summary": Table(
         REAL_MODEL, listing(SUMMARY, summary, _caption(REAL_MODEL)), REAL_MODEL_COMMAND

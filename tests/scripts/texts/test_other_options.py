@@ -35,3 +35,21 @@ def test_tables_keep_them_apart(script: Any) -> None:
         "NVIDIA H200 limited to 24 GiB: the rest in host memory",
     ]
     assert [texts.SUMMARY["model"](r) for r in found] == ["m", "m, gpu_memory=24GiB"]
+
+
+def test_prefill_stands_beside_that_of_the_device(script: Any) -> None:
+    """Medians over texts, once each; the first one of each run, which compiles, does not count."""
+    tables = script("benchmarks.texts.tables")
+    place = {"model": "s inflated", "context": 480}
+    rows = [
+        place | {"part": part, "settings": settings, "text": text, "prefill_seconds": seconds + offset}
+        for part, settings, offset in (("s", {}, 0.0), ("s-24", {"gpu_memory": "24GiB"}, 1.0))
+        for text, seconds in (("a", 50.0), ("b", 2.0), ("c", 3.0), ("d", 4.0), ("d", 90.0))
+    ]
+    header = {"hardware": "card", "commit": "c", "code": None}
+    content = {"rows": rows, "parts": {"s": header, "s-24": header}}
+    made = tables.TABLES["offload_prefill"].make(content)
+    expected = "| s inflated | 480 | 24 GiB | 3 | 3.00 (2.00 to 4.00) | 4.00 (3.00 to 5.00) | 1.33x |"
+    assert expected in made
+    assert "card, medians over texts" in made
+    assert tables.TABLES["offload_prefill"].make({**content, "rows": rows[:5]}) is None
