@@ -46,7 +46,7 @@ BENCHMARKS = {
     ),
     "conversation": Benchmark(
         "benchmarks.requests.conversation",
-        "a conversation of many turns, alone and beside another one: docs/sessions.md",
+        "a conversation of many turns, or a coding agent's, alone and beside another one: docs/sessions.md",
         "conversation_{machine}.jsonl",
     ),
     "any_text": Benchmark(

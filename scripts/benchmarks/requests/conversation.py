@@ -2,17 +2,24 @@
 
     python -m scripts.benchmarks conversation                # on a CPU: the embedded pair and random models
     python -m scripts.benchmarks conversation --shapes llama-3.1-8b --context 100000 --texts texts.json.xz
+    python -m scripts.benchmarks conversation --trace synthetic                 # turns of a coding agent
+    python -m scripts.benchmarks conversation --trace nebius/SWE-rebench-openhands-trajectories --target MODEL
 
 Each turn calls ``engine.generate`` with all tokens so far, as a server does. Alone, the buffers still hold
-the conversation; beside another one, which takes a turn in between, it comes back from host memory. The
-seconds of a turn's prefill stand beside those of the target's own forwards over the same new tokens, after
-the same cached tokens. They are measured in the same program right before, and undone.
+the conversation; beside another one, which takes a turn in between, it comes back from host memory.
+
+Questions are of equal length, cut from a text, and follow the engine's own replies. The seconds of a turn's
+prefill stand beside those of the target's own forwards over the same new tokens, after the same cached
+tokens. They are measured in the same program right before, and undone. In a trace (``turns.py``) the prompt
+of each turn is what was recorded up to a reply of the assistant, and never what the engine generated.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,18 +36,29 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
-from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.timing import synchronize
 from scripts.benchmarks.requests.run import PAIR, FirstToken
+from scripts.benchmarks.requests.tables import ALONE, BESIDE, QUESTIONS
+from scripts.benchmarks.requests.turns import PACKAGES, SYNTHETIC, trajectories, turn_prompts
 from scripts.benchmarks.sources.registry import Texts, named, prompts
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
+from triforce_tree.bench.results import repeated_share
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.config import load_arguments
 from triforce_tree.kv.backend import PromptRun
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.loading.checkpoints import PAIR as PAIR_FILES
+from triforce_tree.loading.checkpoints import load_tokenizer
 from triforce_tree.runtime.executor import free_memory
 
-ALONE, BESIDE = "alone", "beside another"
+THIRDS = ("early", "middle", "late")
+_MEDIANS = (
+    "first_token_seconds", "prefill_seconds", "own_prefill_seconds", "of_own", "decode_seconds",
+    "ms_per_token", "plain_ms_per_token", "speedup", "tokens_per_pass", "repeated_8grams",
+)  # fmt: skip
+Turns = Sequence[list[int]]
 _VOCABULARY = 4096
 _SMALL: Record = {
     "vocab_size": _VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
@@ -93,13 +111,18 @@ def own_prefill_seconds(engine: Engine, tokens: Sequence[int], start: int) -> fl
     return seconds
 
 
-def turn(engine: Engine, tokens: list[int], held: int, reply: int, own: bool) -> tuple[Record, list[int]]:
+def turn(
+    engine: Engine, tokens: list[int], before: list[int], reply: int, own: bool
+) -> tuple[Record, list[int]]:
     """Returns what one turn took, and the tokens after it.
 
     Args:
-        held: tokens that were computed in the turn before.
-        own: whether the buffers hold them, so that the forwards over the new tokens can be timed.
+        before: the tokens after the conversation's last turn.
+        own: whether the buffers hold exactly ``before``, which ``tokens`` continues, so that the forwards
+            over the new tokens can be timed.
     """
+    # The last token of a prompt or a reply is not computed before a pass.
+    held = common_prefix(tokens[:-1], before[:-1])
     row: Record = {"prompt_tokens": len(tokens), "new_tokens": len(tokens) - 1 - held}
     if own and held:
         row["own_prefill_seconds"] = own_prefill_seconds(engine, tokens, held)
@@ -108,83 +131,92 @@ def turn(engine: Engine, tokens: list[int], held: int, reply: int, own: bool) ->
     start = time.perf_counter()
     out = engine.generate(np.array(tokens), streamer=streamer, **how)
     levels = {level.name: level for level in out.levels or ()}
+    after = out.sequences[0].tolist()
     row |= {
         "reused_tokens": out.reused_tokens, "first_token_seconds": streamer.stamps[1] - start,
         "prefill_seconds": out.prefill_seconds, "decode_seconds": out.decode_seconds,
+        "ms_per_token": 1e3 * out.decode_seconds / reply,
         "tokens_per_pass": levels["target"].mean_accepted_length,
+        "repeated_8grams": repeated_share(after[len(tokens) :]),
     }  # fmt: skip
-    return row, out.sequences[0].tolist()
+    return row, after
 
 
 def conversation(
-    engine: Engine, text: list[int], questions: list[int], reply: int, beside: bool
+    engine: Engine, first: int, turns: Turns, other: Turns, reply: int, recorded: bool
 ) -> list[Record]:
     """Returns a row for each turn.
 
     Args:
-        text: where questions come from.
-        questions: tokens of each.
-        beside: whether another conversation has a turn after each one.
+        first: the token that both conversations begin with.
+        turns: tokens of each turn: with ``recorded`` the whole prompt, else what is added to the text so far.
+        other: turns of another conversation, which has one after each of these; may be empty.
     """
-    rows, texts, held = [], [list[int](), list[int]()], 0
-    place = 0
-    for number, count in enumerate(questions):
-        for which in range(1 + beside):
-            tokens = [*texts[which], *text[place : place + count]]
-            place += count
-            row, texts[which] = turn(engine, tokens, 0 if which else held, reply, not (which or beside))
+    rows, texts = [], [list[int](), list[int]()]
+    for number, mine in enumerate(turns):
+        for which, given in enumerate([mine, *other[number : number + 1]]):
+            before = texts[which]
+            tokens = [*(before if before and not recorded else [first]), *given]
+            row, texts[which] = turn(engine, tokens, before, reply, not (recorded or other))
             if not which:
-                held = len(texts[0]) - 1
                 rows.append({"turn": number + 1, **row})
     return rows
 
 
-def measured(engine: Engine, text: list[int], turns: int, context: int, reply: int) -> list[Record]:
-    """Returns the rows of a conversation alone and beside another one, with ``plain`` hits beside them."""
-    question = max(2, context // turns - reply)
+def measured(
+    engine: Engine, text: list[int], turns: Turns, other: Turns, reply: int, recorded: bool
+) -> list[Record]:
+    """Returns the rows of a conversation alone and beside another one, with those of plain decoding beside
+    them.
+
+    Args:
+        text: has as many tokens as the longest prompt.
+        turns, other, recorded: see :func:`conversation`.
+    """
     plain = engine.with_options(levels=1)
     found: dict[tuple[str, bool], list[Record]] = {}
     begins = iter(range(1, 6))
     for which, own in ((False, engine), (True, plain)):
         # Buffers for the whole conversation are made by another text: nothing below begins alike.
-        own.generate(np.array([5, *text[:context]]), max_new_tokens=reply, do_sample=False, eos_token_id=[])
-        for name, beside in ((ALONE, False), (BESIDE, True)):
-            distinct = [next(begins), *text]
-            found[name, which] = conversation(own, distinct, [question] * turns, reply, beside)
+        own.generate(np.array([5, *text]), max_new_tokens=reply, do_sample=False, eos_token_id=[])
+        for name, beside in ((ALONE, []), (BESIDE, other)):
+            found[name, which] = conversation(own, next(begins), turns, beside, reply, recorded)
         own.release()
     own_seconds = {row["turn"]: row.get("own_prefill_seconds") for row in found[ALONE, False]}
-    return [
-        {
-            "case": name, **row, "own_prefill_seconds": own_seconds[row["turn"]],
-            "plain_reused_tokens": other["reused_tokens"],
-        }
-        for name in (ALONE, BESIDE)
-        for row, other in zip(found[name, False], found[name, True], strict=True)
-    ]  # fmt: skip
+    rows = []
+    for name in (ALONE, BESIDE):
+        for row, other_row in zip(found[name, False], found[name, True], strict=True):
+            seconds, slow = own_seconds[row["turn"]], other_row["ms_per_token"]
+            rows.append({
+                "case": name, **row, "own_prefill_seconds": seconds,
+                "of_own": row["prefill_seconds"] / seconds if seconds else None,
+                "plain_reused_tokens": other_row["reused_tokens"], "plain_ms_per_token": slow,
+                "speedup": slow / row["ms_per_token"],
+            })  # fmt: skip
+    return rows
 
 
-def summary(kind: str, rows: list[Record]) -> list[Record]:
-    """Returns a row for each case: medians over the last third of the turns, and the hits of all."""
+def summary(rows: list[Record]) -> list[Record]:
+    """Returns a row for each third of the turns of each case: medians over its turns, and sums of tokens."""
     found = []
     for case in (ALONE, BESIDE):
         own = [row for row in rows if row["case"] == case]
-        early, late = own[: len(own) // 3], own[-(len(own) // 3) :]
-        medians = {
-            name: statistics.median(row[name] for row in late)
-            for name in ("first_token_seconds", "prefill_seconds", "own_prefill_seconds", "tokens_per_pass")
-        }
-        computed = sum(row["prompt_tokens"] - 1 - row["reused_tokens"] for row in own)
-        found.append({
-            "kind": kind, "case": case, "turns": len(own), "tokens": own[-1]["prompt_tokens"], **medians,
-            "of_own": statistics.median(row["prefill_seconds"] / row["own_prefill_seconds"] for row in late),
-            "computed": computed, "new": sum(row["new_tokens"] for row in own),
-            "early_tokens_per_pass": statistics.median(row["tokens_per_pass"] for row in early),
-            "same_hits": sum(row["reused_tokens"] == row["plain_reused_tokens"] for row in own),
-        })  # fmt: skip
+        for number, third in enumerate(THIRDS):
+            cut = own[number * len(own) // 3 : (number + 1) * len(own) // 3]
+            if not cut:
+                continue
+            known = {name: [row[name] for row in cut if row[name] is not None] for name in _MEDIANS}
+            found.append({
+                "case": case, "third": third, "turns": len(cut), "tokens": cut[-1]["prompt_tokens"],
+                **{name: statistics.median(values) if values else None for name, values in known.items()},
+                "computed": sum(row["prompt_tokens"] - 1 - row["reused_tokens"] for row in cut),
+                "new": sum(row["new_tokens"] for row in cut),
+                "same_hits": sum(row["reused_tokens"] == row["plain_reused_tokens"] for row in cut),
+            })  # fmt: skip
     return found
 
 
-def random_engine(kind: str, context: int, options: Record) -> Engine:
+def random_engine(kind: str, options: Record) -> Engine:
     """Returns an engine of a random model, which drafts by suffix matching."""
     model, config, own, how = RANDOM[kind]
     torch.manual_seed(0)
@@ -195,46 +227,72 @@ def random_engine(kind: str, context: int, options: Record) -> Engine:
 def main(words: Sequence[str]) -> int:
     made = parser("benchmarks conversation", __doc__)
     made.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="inflated pairs")
+    made.add_argument("--target", help="a model with a tokenizer, folder or hub id, in place of these")
+    made.add_argument("--draft", help="its draft; by default suffix matching")
     made.add_argument("--kinds", nargs="+", choices=[PAIR, *RANDOM], help="on a CPU; by default all")
     made.add_argument("--context", type=int, help="tokens after the last turn; 16,384 on a CPU, else 100,000")
-    made.add_argument("--turns", type=int, default=60)
+    made.add_argument("--turns", type=int, help="the most; by default 60, of a trace all")
     made.add_argument("--reply", type=int, default=64, help="tokens of a reply")
     made.add_argument("--text", default="python-topics", help="what questions are cut from, by name")
     made.add_argument("--texts", help="file that `texts` wrote; by default what is installed")
+    made.add_argument(
+        "--trace",
+        help=f"turns of a coding agent in place of questions: {SYNTHETIC}; a data set on the hub, as "
+        "nebius/SWE-rebench-openhands-trajectories; or a folder, .parquet or .jsonl file of its form",
+    )
     args = made.parse_args(words)
-    on_cpu = args.tiny or not args.shapes
+    on_cpu = args.tiny or not (args.shapes or (args.target and torch.cuda.is_available()))
     device = device_of(made, on_cpu)
     turns, reply = (4, 8) if args.tiny else (args.turns, args.reply)
-    context = 400 if args.tiny else args.context or (16_384 if on_cpu else 100_000)
+    tiny = 2048 if args.trace else 400
+    context = tiny if args.tiny else args.context or (16_384 if on_cpu else 100_000)
     options: Record = {"prefix_cache": "2GiB" if on_cpu else "64GiB"}
     if args.tiny:
         options |= {"prefill_chunk": 128}
-    [source] = named(args.text)
-    text = Texts(args.texts).read(source)
     path = results_folder(args.out, args.tiny) / f"conversation_{machine_of(device)}.jsonl"
     kinds: dict[str, Callable[[], Engine]] = {}
     for shape in args.shapes:
         kinds[shape] = lambda shape=shape: _inflated(shape, device, args.tiny, options, args.seed)
-    if not args.shapes:
+    if args.target:
+        more = load_arguments(options)
+        kinds[Path(args.target).name] = lambda: triforce_tree.load(
+            args.target, args.draft, device=device, **more
+        )
+    if not kinds:
         pair = {**options, **({} if not args.tiny else TINY_OPTIONS)}
         kinds[PAIR] = lambda: triforce_tree.load(device=device, dtype=torch.float32, **load_arguments(pair))
         for kind in RANDOM:
-            kinds[kind] = lambda kind=kind: random_engine(kind, context, options)
+            kinds[kind] = lambda kind=kind: random_engine(kind, options)
         kinds = {kind: make for kind, make in kinds.items() if kind in (args.kinds or kinds)}
-    rows: list[Record] = []
-    every: list[Record] = []
-    head = header(args.seed) | {"text": source.name, "reply": reply, "dtype": "fp32" if on_cpu else "bf16"}
-    ids: list[int] | None = None
+    head = header(args.seed) | {"reply": reply, "dtype": "fp32" if on_cpu else "bf16"}
+    if (tokenizer := load_tokenizer(args.target or PAIR_FILES / "target")) is None:
+        made.error(f"--target {args.target} has no tokenizer; give a folder that has one")
+    if args.trace is None:
+        part = QUESTIONS
+        [source] = named(args.text)
+        head["text"] = source.name
+        [text] = prompts(source, token_ids(tokenizer, Texts(args.texts).read(source)), 2 * context)
+        count = turns or 60
+        size = max(2, context // count - reply)
+        cut = [text[place : place + size] for place in range(0, 2 * count * size, size)]
+        both, longest = (cut[:count], cut[count:]), text[:context]
+    else:
+        part = Path(args.trace).name if Path(args.trace).exists() else args.trace
+        if part == SYNTHETIC:
+            head["versions"] |= {name: version(name) for name in PACKAGES}
+        traces = trajectories(args.trace, args.seed, 2)
+        first, other = (turn_prompts(tokenizer, trace, context, turns) for trace in traces)
+        both, longest = (first, other), max(first + other, key=len)
+    kept = content_at(path)
+    parts = {**kept["parts"], part: head}
+    rows, every = ([row for row in kept.get(name, []) if row["part"] != part] for name in ("rows", "turns"))
     for kind, make in kinds.items():
         engine = make()
-        if ids is None:
-            tokenizer = engine.tokenizer or triforce_tree.load(device="cpu").tokenizer
-            [ids] = prompts(source, token_ids(tokenizer, text), 2 * context)
-        found = measured(engine, ids, turns, context, reply)
-        rows += summary(kind, found)
-        every += [{"kind": kind, **row} for row in found]
-        print(*rows[-2:], sep="\n", flush=True)
-        write(path, head | {"rows": rows, "turns": every})
+        found = measured(engine, longest, *both, reply, args.trace is not None)
+        rows += [{"part": part, "kind": kind, **row} for row in summary(found)]
+        every += [{"part": part, "kind": kind, **row} for row in found]
+        print(*rows[-2 * len(THIRDS) :], sep="\n", flush=True)
+        write(path, {"parts": parts, "rows": rows, "turns": every})
         engine.close()
         del engine
         free_memory()

@@ -1,9 +1,14 @@
 """Tables of docs/sessions.md: whole requests, conversations, and clients of a server."""
 
+from typing import Any
+
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE, CPU_FILE = "requests_h200.jsonl", "requests_cpu.jsonl"
 CONVERSATION = "conversation_{machine}.jsonl"
+ALONE, BESIDE = "alone", "beside another"
+# The part of a conversation's file without a trace; with one, the part has the trace's name.
+QUESTIONS = "questions"
 SERVING_FILE = "serving_{machine}.jsonl"
 _SERVING_H100 = SERVING_FILE.format(machine="h100")
 REQUESTS: Columns = {
@@ -64,26 +69,66 @@ def _ms(values: Record | None, share: str) -> str:
 
 
 _CONVERSATION: Columns = {
-    "model": "{kind}", "conversation": "{case}", "turns": "{turns}", "tokens": "{tokens:,}",
+    "model": "{kind}", "conversation": "{case}", "turns": "{third} {turns}", "tokens": "{tokens:,}",
     "new tokens": "{new:,}", "computed": "{computed:,}", "hits as without drafts": "{same_hits} of {turns}",
     "first token, s": "{first_token_seconds:.3f}", "prefill, s": "{prefill_seconds:.3f}",
-    "its own forwards, s": "{own_prefill_seconds:.3f}", "**ratio**": "**{of_own:.2f}**",
-    "tokens a pass, first turns": "{early_tokens_per_pass:.1f}", "last turns": "{tokens_per_pass:.1f}",
+    "its own forwards, s": "?{own_prefill_seconds:.3f}", "**ratio**": "?**{of_own:.2f}**",
+    "decode, s": "{decode_seconds:.2f}", "tokens a pass": "{tokens_per_pass:.1f}",
+    "repeated 8-grams": "{repeated_8grams:pct}", "ms/token": "{ms_per_token:.2f}",
+    "plain": "{plain_ms_per_token:.2f}", "**speed-up**": "**{speedup:.2f}x**",
 }  # fmt: skip
+# What is timed beside questions alone.
+_OWN = ("its own forwards, s", "**ratio**")
+_AGENT = {"trace": "{part}"} | {name: cell for name, cell in _CONVERSATION.items() if name not in _OWN}
 _CONVERSATION_NOTE = (
     "{hardware}, {dtype}, greedy, {reply} new tokens a turn, questions from the text {text}, torch "
-    "{versions[torch]}; medians of the last third of the turns, tokens of all. "
+    "{versions[torch]}; medians over the turns of each third, sums of new and computed tokens. "
 )
+_CPU = CONVERSATION.format(machine="cpu")
+_AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the trace's own history")
 
 
-def _conversation(machine: str, words: str) -> Table:
-    file = CONVERSATION.format(machine=machine)
-    made = listing(_CONVERSATION, caption=noted(_CONVERSATION_NOTE, file), left=2)
-    return Table(file, made, f"python -m scripts.benchmarks conversation{words}")
+def agent_rows(content: Record, table: str = "rows") -> list[Record]:
+    """Returns the rows of all traces in a table of a conversation's file."""
+    return [row for row in content.get(table, []) if row["part"] != QUESTIONS]
 
 
+def _question_rows(content: Record) -> list[Record]:
+    return [row for row in content["rows"] if row["part"] == QUESTIONS]
+
+
+def plot_turns(axis: Any, rows: list[Record]) -> None:
+    """Plots ms a token by turn, ours and plain, and the seconds until the first token; of one model alone."""
+    first = rows[0]
+    turns = [row for row in rows if all(row[name] == first[name] for name in ("part", "kind", "case"))]
+    numbers = [row["turn"] for row in turns]
+    bars = axis.twinx()
+    bars.bar(numbers, [row["first_token_seconds"] for row in turns], color="lightgrey", zorder=0)
+    bars.set_ylabel("first token, s (bars)")
+    axis.set_zorder(bars.get_zorder() + 1)
+    axis.patch.set_visible(False)
+    for name, label in (("ms_per_token", "ours"), ("plain_ms_per_token", "plain decoding")):
+        axis.plot(numbers, [row[name] for row in turns], "o-", label=label)
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="turn", ylabel="ms a token")
+    axis.set_title(
+        f"{first['kind']}, {first['part']} trace, {turns[-1]['prompt_tokens']:,} tokens", fontsize=9
+    )
+    axis.legend(fontsize=7)
+
+
+PLOTS = {"conversation_cpu": (_CPU, lambda c: agent_rows(c, "turns"), (8, 3.5, 0), plot_turns)}
 TABLES = {
-    "conversation_cpu": _conversation("cpu", ""),
+    "conversation_cpu": Table(
+        _CPU,
+        listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, _CPU), left=3),
+        "python -m scripts.benchmarks conversation",
+    ),
+    "conversation_agent_cpu": Table(
+        _CPU,
+        listing(_AGENT, agent_rows, noted(_AGENT_NOTE, _CPU), left=4),
+        "python -m scripts.benchmarks conversation --trace synthetic",
+    ),
     "serving": Table(
         _SERVING_H100,
         listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING_H100)),

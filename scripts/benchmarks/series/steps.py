@@ -91,6 +91,7 @@ def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> 
 
 
 _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures 0 --new-tokens 8"
+_AGENT = "--trace synthetic --kinds 'embedded pair'"
 _ON_CPU = "--shapes pair --temperatures 0 0.8 --seeds 1"
 
 GPU = (
@@ -133,6 +134,12 @@ GPU = (
         20,
         tiny="--turns 2 --context 256 --reply 4",
     ),
+    _bench(
+        "conversation-agent",
+        "conversation --shapes llama-3.1-8b llama-2-7b --trace synthetic",
+        20,
+        tiny=_AGENT,
+    ),
     _bench("exact", "exact", 30, timed=True),
     Step(
         "paper",
@@ -156,6 +163,7 @@ GPU = (
 CPU = (
     _bench("requests-cpu", "requests --pair", 5),
     _bench("conversation-cpu", "conversation", 15, tiny=None),
+    _bench("conversation-agent-cpu", f"conversation {_AGENT}", 5, tiny=_AGENT),
     _bench(
         "never-slower-cpu",
         f"never_slower {_ON_CPU} --contexts 16384 4096 1024 --new-tokens 96 --plain-tokens 96 --pairs 3 "

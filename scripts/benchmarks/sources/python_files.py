@@ -17,6 +17,16 @@ def package_folders(package: str) -> list[Path]:
     return [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
 
 
+def python_paths(package: str) -> list[Path]:
+    """Returns the Python files of a top-level package without its tests, in the order of their paths."""
+    return [
+        path
+        for folder in package_folders(package)
+        for path in sorted(folder.rglob("*.py"))
+        if not any(part in path.as_posix() for part in _SKIPPED)
+    ]
+
+
 def python_texts(packages: Sequence[str], code: bool) -> Iterator[str]:
     """Returns one text for each Python file, in the order of their paths; packages that are missing are left
     out.
@@ -26,14 +36,11 @@ def python_texts(packages: Sequence[str], code: bool) -> Iterator[str]:
         code: the whole source; else its docstrings with names and arguments.
     """
     for package in packages:
-        for folder in package_folders(package):
-            for path in sorted(folder.rglob("*.py")):
-                if any(part in path.as_posix() for part in _SKIPPED):
-                    continue
-                text = path.read_text(encoding="utf-8", errors="replace")
-                text = text if code else docstrings(text)
-                if text.strip():
-                    yield text
+        for path in python_paths(package):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            text = text if code else docstrings(text)
+            if text.strip():
+                yield text
 
 
 def docstrings(code: str) -> str:
