@@ -14,10 +14,11 @@ tokens. They are measured in the same program right before, and undone. In a tra
 of each turn is what was recorded up to a reply of the assistant, and never what the engine generated.
 """
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -143,55 +144,56 @@ def turn(
 
 
 def conversation(
-    engine: Engine, first: int, turns: Turns, other: Turns, reply: int, recorded: bool
-) -> list[Record]:
-    """Returns a row for each turn.
+    engine: Engine, firsts: tuple[int, int], turns: Turns, other: Turns, reply: int, recorded: bool
+) -> Iterator[Record]:
+    """Yields a row for each turn.
 
     Args:
-        first: the token that both conversations begin with.
+        firsts: a token that both conversations begin with, and one of the text that buffers are made by.
         turns: tokens of each turn: with ``recorded`` the whole prompt, else what is added to the text so far.
         other: turns of another conversation, which has one after each of these; may be empty.
     """
-    rows, texts = [], [list[int](), list[int]()]
+    first, unlike = firsts
+    text = max(turns, key=len) if recorded else [token for added in turns for token in added]
+    length = len(text) + (0 if recorded else len(turns) * reply)
+    # Buffers for the whole conversation are made by a text that begins unlike it.
+    engine.generate(
+        np.array([unlike, *text, *text][: length + 1]), max_new_tokens=reply, do_sample=False, eos_token_id=[]
+    )
+    texts = [list[int](), list[int]()]
     for number, mine in enumerate(turns):
+        row: Record = {}
         for which, given in enumerate([mine, *other[number : number + 1]]):
             before = texts[which]
             tokens = [*(before if before and not recorded else [first]), *given]
-            row, texts[which] = turn(engine, tokens, before, reply, not (recorded or other))
-            if not which:
-                rows.append({"turn": number + 1, **row})
-    return rows
+            made, texts[which] = turn(engine, tokens, before, reply, not (recorded or other))
+            row = row or {"turn": number + 1, **made}
+        yield row
+    engine.release()
 
 
-def measured(
-    engine: Engine, text: list[int], turns: Turns, other: Turns, reply: int, recorded: bool
-) -> list[Record]:
-    """Returns the rows of a conversation alone and beside another one, with those of plain decoding beside
-    them.
+def measured(engine: Engine, turns: Turns, other: Turns, reply: int, recorded: bool) -> list[Record]:
+    """Returns the rows of a conversation alone and beside another one, with plain decoding's beside them.
 
     Args:
-        text: has as many tokens as the longest prompt.
         turns, other, recorded: see :func:`conversation`.
     """
-    plain = engine.with_options(levels=1)
-    found: dict[tuple[str, bool], list[Record]] = {}
-    begins = iter(range(1, 6))
-    for which, own in ((False, engine), (True, plain)):
-        # Buffers for the whole conversation are made by another text: nothing below begins alike.
-        own.generate(np.array([5, *text]), max_new_tokens=reply, do_sample=False, eos_token_id=[])
-        for name, beside in ((ALONE, []), (BESIDE, other)):
-            found[name, which] = conversation(own, next(begins), turns, beside, reply, recorded)
-        own.release()
-    own_seconds = {row["turn"]: row.get("own_prefill_seconds") for row in found[ALONE, False]}
-    rows = []
-    for name in (ALONE, BESIDE):
-        for row, other_row in zip(found[name, False], found[name, True], strict=True):
-            seconds, slow = own_seconds[row["turn"]], other_row["ms_per_token"]
+    plain, firsts = engine.with_options(levels=1), itertools.count(1)
+    rows, own_seconds = list[Record](), dict[int, float | None]()
+    for case, beside in ((ALONE, []), (BESIDE, other)):
+        both = [
+            conversation(own, (next(firsts), next(firsts)), turns, beside, reply, recorded)
+            for own in (engine, plain)
+        ]
+        # On a CPU their turns alternate, as other load then slows both alike. A GPU may lack the memory.
+        pairs = zip(*(both if engine.target.device.type == "cpu" else map(list, both)), strict=True)
+        for row, slow in pairs:
+            seconds = own_seconds.setdefault(row["turn"], row.get("own_prefill_seconds"))
             rows.append({
-                "case": name, **row, "own_prefill_seconds": seconds,
+                "case": case, **row, "own_prefill_seconds": seconds,
                 "of_own": row["prefill_seconds"] / seconds if seconds else None,
-                "plain_reused_tokens": other_row["reused_tokens"], "plain_ms_per_token": slow,
-                "speedup": slow / row["ms_per_token"],
+                "plain_reused_tokens": slow["reused_tokens"], "plain_ms_per_token": slow["ms_per_token"],
+                "speedup": slow["ms_per_token"] / row["ms_per_token"],
             })  # fmt: skip
     return rows
 
@@ -226,8 +228,9 @@ def random_engine(kind: str, options: Record) -> Engine:
 
 def main(words: Sequence[str]) -> int:
     made = parser("benchmarks conversation", __doc__)
-    made.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="inflated pairs")
-    made.add_argument("--target", help="a model with a tokenizer, folder or hub id, in place of these")
+    models = made.add_mutually_exclusive_group()
+    models.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="inflated pairs")
+    models.add_argument("--target", help="a model with a tokenizer, folder or hub id, in place of these")
     made.add_argument("--draft", help="its draft; by default suffix matching")
     made.add_argument("--kinds", nargs="+", choices=[PAIR, *RANDOM], help="on a CPU; by default all")
     made.add_argument("--context", type=int, help="tokens after the last turn; 16,384 on a CPU, else 100,000")
@@ -275,20 +278,19 @@ def main(words: Sequence[str]) -> int:
         count = turns or 60
         size = max(2, context // count - reply)
         cut = [text[place : place + size] for place in range(0, 2 * count * size, size)]
-        both, longest = (cut[:count], cut[count:]), text[:context]
+        both = cut[:count], cut[count:]
     else:
         part = Path(args.trace).name if Path(args.trace).exists() else args.trace
         if part == SYNTHETIC:
             head["versions"] |= {name: version(name) for name in PACKAGES}
         traces = trajectories(args.trace, args.seed, 2)
-        first, other = (turn_prompts(tokenizer, trace, context, turns) for trace in traces)
-        both, longest = (first, other), max(first + other, key=len)
+        both = tuple(turn_prompts(tokenizer, trace, context, turns) for trace in traces)
     kept = content_at(path)
     parts = {**kept["parts"], part: head}
     rows, every = ([row for row in kept.get(name, []) if row["part"] != part] for name in ("rows", "turns"))
     for kind, make in kinds.items():
         engine = make()
-        found = measured(engine, longest, *both, reply, args.trace is not None)
+        found = measured(engine, *both, reply, args.trace is not None)
         rows += [{"part": part, "kind": kind, **row} for row in summary(found)]
         every += [{"part": part, "kind": kind, **row} for row in found]
         print(*rows[-2 * len(THIRDS) :], sep="\n", flush=True)
