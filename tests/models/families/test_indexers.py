@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 import triforce_tree
@@ -21,15 +22,20 @@ from triforce_tree.kv.indexed import in_halves, joined, selected_attention, visi
 from triforce_tree.models.hf_model import HFModel
 
 # GLM's, Hunyuan's and Mistral's have layers that attend to what an earlier layer's indexer has chosen, and
-# Mistral's layers share keys and values; Hunyuan's have sinks, and dots' some layers with a window.
-FAMILIES = (
-    "AXK2ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "Dots3NoteForCausalLM",
-    "GlmMoeDsaForCausalLM",
-    "HYV4ForCausalLM",
-    "MistralLarge4ForConditionalGeneration",
-)
+# Mistral's layers share keys and values; Hunyuan's have sinks, and dots' some layers with a window. The
+# oldest supported release of transformers lacks some.
+FAMILIES = [
+    name
+    for name in (
+        "AXK2ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Dots3NoteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+        "MistralLarge4ForConditionalGeneration",
+    )
+    if hasattr(transformers, name)
+]
 VOCABULARY = 64
 PROMPTS = [prompt_of(length, VOCABULARY) for length in (83, 60, 40)]
 NEW = 12

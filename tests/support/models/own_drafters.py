@@ -56,6 +56,7 @@ class OwnDrafter(Drafter):
         parents = tree.tokens[:, frontier]
         tree.probs_rows[:, frontier] = torch.arange(frontier.start, frontier.stop)
         paths = tree.paths(state, state.end, frontier)
+        self.table = self.table.to(parents.device)
         draws, _ = sampler.children(
             self.table[parents.clamp_min(0)],
             tree.probs[:, frontier],
