@@ -19,6 +19,7 @@ from triforce_tree.decoding.stages import (
     TreeVerifyStage,
 )
 from triforce_tree.drafters.base import Drafter, features_of, grown_shapes
+from triforce_tree.kernels.ahead import compile_together
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
@@ -287,6 +288,7 @@ class DecodingProgram:
             runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
             return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
         with self._unchanged() if running else self.trial(self.max_seq_len - 1) as begin:
+            self._compile(stages, begin)
             progress = StageProgress(len(stages))
             for name, stage in stages.items():
                 progress.next(name)
@@ -301,6 +303,24 @@ class DecodingProgram:
         seconds = time.perf_counter() - start
         _longest[device] = max(seconds, _longest.get(device, 0.0))
         return PreparedStages(to_probs, stages, runs, {0}, seconds)
+
+    def _compile(self, stages: dict[str, Stage], begin: Callable[[bool], None]) -> None:
+        """Compiles the kernels of the steps that become one graph.
+
+        Args:
+            begin: sets the sequences back; called before each stage.
+        """
+
+        def run() -> None:
+            for stage in stages.values():
+                begin(False)
+                for step in stage.steps():
+                    if step.capturable is True:
+                        step.run()
+
+        # Ranks wait for each other in kernels.
+        if distributed.world_size() == 1:
+            compile_together(run, self.device)
 
     def _stages_of(self, to_probs: DeviceProbs) -> dict[str, Stage]:
         """Returns the stages for one kind of sampling, by name, with trees of the first shape."""
@@ -387,11 +407,12 @@ class DecodingProgram:
         progress = StageProgress(len(made))
         runs: dict[str, list[Callable[[], None]]] = {}
         with self._unchanged() as restore:
+            self._compile(made, restore)
             for name, stage in made.items():
                 progress.next(name)
-                # On a GPU this runs the stage, twice.
-                runs[name] = executed_parts(stage.steps(), self.device)
                 restore(False)
+                # On a GPU this runs the stage.
+                runs[name] = executed_parts(stage.steps(), self.device)
         stages.stages.update(made)
         stages.runs.update(runs)
         stages.shapes.add(number)

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Direct calls before a capture, in which everything is compiled, tuned and allocated.
-_WARM_UPS = 2
-
 
 def free_memory() -> None:
     """Frees unused memory, including captured graphs, whose reference cycles need the garbage collector."""
@@ -180,8 +177,8 @@ class Captured:
         current = torch.cuda.current_stream(side.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._run()
+            # In the direct call everything is compiled, tuned and allocated.
+            self._run()
         current.wait_stream(side)
         # With several GPUs NCCL's watchdog thread queries events, which would invalidate a capture in the
         # mode "global".

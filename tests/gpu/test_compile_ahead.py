@@ -1,0 +1,86 @@
+"""Kernels that are compiled together before their first launch."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.ahead import compile_together
+from triforce_tree.kernels.norm.reference import row_rms_norm
+from triforce_tree.kernels.pointwise.reference import gated
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+@contextmanager
+def compiled() -> Iterator[list[str]]:
+    """Yields a list that gets the names of the kernels that Triton compiles inside the context."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def hook(*, fn: Any, **_: object) -> None:
+        names.append(fn.name)
+
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, hook
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
+def norm(columns: int) -> tuple[Tensor, Tensor]:
+    """Returns normed rows and what they must be; columns between other powers of two have another kernel."""
+    x = torch.randn(3, columns, device=CUDA)
+    expected = torch.nn.functional.rms_norm(x, (columns,), None, 1e-6)
+    return row_rms_norm(x, torch.ones(columns, device=CUDA), 1e-6, 0.0, True), expected
+
+
+def test_nothing_is_launched_and_nothing_is_compiled_twice() -> None:
+    made: list[Tensor] = []
+    with compiled() as names:
+        compile_together(lambda: made.extend(norm(1000)[:1]), CUDA)
+    assert names
+    assert not made[0].any()
+    with compiled() as names:
+        out, expected = norm(1000)
+    assert not names
+    torch.testing.assert_close(out, expected)
+
+
+def test_other_threads_launch_as_always() -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def run() -> None:
+        other = threading.Thread(target=lambda: found.append(norm(2000)))
+        other.start()
+        other.join()
+        norm(2000)
+
+    compile_together(run, CUDA)
+    torch.testing.assert_close(*found[0])
+
+
+def test_an_error_ends_the_mode() -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        compile_together(fail, CUDA)
+    torch.testing.assert_close(*norm(3000))
+
+
+def test_several_kernels_are_compiled() -> None:
+    def run() -> None:
+        norm(5000)
+        gated(torch.randn(2, 4000, device=CUDA), torch.randn(2, 4000, device=CUDA), "silu")
+
+    with compiled() as names:
+        compile_together(run, CUDA)
+    assert len(names) > 1
