@@ -34,6 +34,8 @@ class FewRowLinear(nn.Module):
         linear: the layer to replace.
     """
 
+    stands_for = nn.Linear
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -42,8 +44,12 @@ class FewRowLinear(nn.Module):
         counters = counters_for(linear.out_features, linear.weight.device)
         self.register_buffer("counters", counters, persistent=False)
 
+    def few(self, x: Tensor) -> bool:
+        """Returns whether our kernel computes the rows of x."""
+        return _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype
+
     def forward(self, x: Tensor) -> Tensor:
-        if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
+        if self.few(x):
             # Imported at the first use, so that machines without Triton can import the package.
             from triforce_tree.kernels.linear.launch import linear
 
@@ -65,6 +71,8 @@ class LowBitLinear(nn.Module):
         bits: 8 or 4.
     """
 
+    stands_for = nn.Linear
+
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
@@ -85,8 +93,12 @@ class LowBitLinear(nn.Module):
         """
         return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
+    def few(self, x: Tensor) -> bool:
+        """Returns whether our kernel computes the rows of x."""
+        return _fits(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        if _fits(x):
+        if self.few(x):
             from triforce_tree.kernels.linear.launch import low_bit_linear
 
             return low_bit_linear(x, self.words, self.scales, self.bias, self.bits, self.counters)

@@ -21,9 +21,9 @@ from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
+from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import parameter_bytes, shallow_copy
-from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import LayerCall, Recorder
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
@@ -88,7 +88,7 @@ class HFModel:
         self.revision = self.weights_revision = 0
         self._copy: PreTrainedModel | None = None
         self._running: PreTrainedModel | None = None
-        self._prefill_layers: PrefillLayers | None = None
+        self._kernel_layers: KernelLayers | None = None
         self._scales_queries = self._shares_kv = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
@@ -101,7 +101,7 @@ class HFModel:
         """Finds out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self.parameter_bytes = parameter_bytes(self.model)
-        self._copy = self._prefill_layers = self.capturable = None
+        self._copy = self._kernel_layers = self.capturable = None
         self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
         try:
@@ -224,6 +224,12 @@ class HFModel:
                 finally:
                     self._running = None
 
+    @property
+    def kernel_layers(self) -> KernelLayers:
+        """Returns the modules that kernels can replace in copies of the model."""
+        self._kernel_layers = self._kernel_layers or KernelLayers(self.model)
+        return self._kernel_layers
+
     def _prepared(self) -> PreTrainedModel:
         """Returns a copy of the model that can run forwards."""
         copied = shallow_copy(self.model)
@@ -234,8 +240,7 @@ class HFModel:
         attach(copied, in_chunks=True)
         attach_indexers(copied)
         if self.device.type == "cuda":
-            self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
-            self._prefill_layers.attach(copied)
+            self.kernel_layers.attach(copied)
         use_few_row_linears(copied)
         return copied
 

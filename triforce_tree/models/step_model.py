@@ -35,6 +35,7 @@ from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.indexers import NewKeys, attach_indexers, mask_of_slots
+from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
@@ -174,6 +175,7 @@ def step_model(
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not (_streams_experts(model) or model.indexed)
     compiled = compiled and model.capturable is not False
+    compiled = compiled and (exact or not _by_kernels(clone, model))
     step = _step(clone, model, compiled, features, exact)
     step.capturable = not waits and model.capturable is not False
     return step
@@ -190,9 +192,22 @@ def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
     clone = low_bit_copy(target.model, bits, bring)
+    compiled = compiled and not _by_kernels(clone, target)
     step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
     step.capturable = step.capturable and target.capturable is not False
     return step
+
+
+def _by_kernels(clone: PreTrainedModel, model: HFModel) -> bool:
+    """Lets our kernels compute the layers of a copy with few-row linears if they can do so completely.
+
+    ``torch.compile`` would take seconds in each process for launches that compute the same.
+    """
+    if model.streamed is not None or not model.kernel_layers.complete(clone):
+        return False
+    model.kernel_layers.attach(clone)
+    share_inputs(clone)
+    return True
 
 
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:

@@ -30,8 +30,9 @@ def row_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
-    wait_for_previous(PDL)
+    # No kernel of a forward writes weights, so they are read before the previous kernel has ended.
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + shift
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.launching import dense, matrix, warps
+from triforce_tree.kernels.launching import dense, launched_early, matrix, wait_for_previous, warps
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS
 
 # Number of heads, and of elements of a row, of one program.
@@ -84,6 +84,7 @@ def rotary_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     ROUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rotates ``BLOCK_HEADS`` heads of one token in each program, the heads of q before the heads of k."""
     token, sequence = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -91,6 +92,7 @@ def rotary_kernel(
     sin_ptr += sequence * cos_stride_b + token * cos_stride_t
     blocks = tl.cdiv(q_heads, BLOCK_HEADS)
     block = tl.program_id(1)
+    wait_for_previous(PDL)
     if block < blocks:
         _rotate(
             q_out_ptr, q_ptr, cos_ptr, sin_ptr, token, sequence, tokens, block * BLOCK_HEADS, q_heads,
@@ -134,7 +136,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             BLOCK_HEADS=_HEADS, BLOCK_HALF=triton.next_power_of_2(width // 2),
             BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, ROUND=cos.dtype == q.dtype,
             # With fused multiply-add, one of the two products would not be rounded.
-            **warps(4, enable_fp_fusion=False),
+            **launched_early(q.device), **warps(4, enable_fp_fusion=False),
         )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
@@ -149,8 +151,10 @@ def gated_kernel(
     columns,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Computes ``BLOCK`` elements of one row in each program."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -187,6 +191,6 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if out.numel():
         gated_kernel[(gates.shape[0], triton.cdiv(columns, _COLUMNS))](
             out, gates, ups, gates.stride(0), ups.stride(0), columns,
-            ACTIVATION=activation, BLOCK=_COLUMNS, **warps(4),
+            ACTIVATION=activation, BLOCK=_COLUMNS, **launched_early(out.device), **warps(4),
         )  # fmt: skip
     return out

@@ -25,8 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from tests.support.kernels import triton_ops
 from triforce_tree.kernels.norm import reference as norms
 from triforce_tree.kernels.pointwise import reference as pointwise
+from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.model_copy import shallow_copy
-from triforce_tree.models.prefill.layers import PrefillLayers
 
 SIZES = {
     "vocab_size": 90,
@@ -64,7 +64,7 @@ CASES: list[tuple[Any, set[str]]] = [
 def replaced(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
     """A copy whose layers use our kernels, and the names of the modules of its first layer that do."""
     clone = shallow_copy(model)
-    PrefillLayers(model).attach(clone)
+    KernelLayers(model).attach(clone)
     changed = {name for name, module in clone.named_modules() if "forward" in vars(module)}
     return clone, {name.split("layers.0")[1].removeprefix(".") for name in changed if "layers.0" in name}
 
@@ -104,7 +104,7 @@ def test_logits_of_the_kernels(config: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def counted(name: str, function: Any) -> Any:
         return lambda *args, **keywords: (calls.append(name), function(*args, **keywords))[1]
 
-    layers = "triforce_tree.models.prefill.layers"
+    layers = "triforce_tree.models.kernel_layers.modules"
     for name, kernel, definition in (
         ("row_rms_norm", row_rms_norm, norms.row_rms_norm.definition),
         ("add_rms_norm", add_rms_norm, norms.add_rms_norm.definition),
@@ -154,7 +154,7 @@ def test_what_computes_otherwise_is_left_alone() -> None:
 
 def test_modules_exchanged_since_keep_their_forwards() -> None:
     model = made(LlamaConfig, torch.float32)
-    layers = PrefillLayers(model)
+    layers = KernelLayers(model)
     seen: list[Tensor] = []
     model.model.layers[0].mlp.act_fn = Shifted()
     model.model.layers[0].input_layernorm = Doubled()

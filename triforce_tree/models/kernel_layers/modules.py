@@ -1,8 +1,10 @@
-"""Norms, gated MLPs and rotary embeddings of a model in prefill on a GPU, each computed by one kernel.
+"""Norms, gated MLPs and rotary embeddings of a model on a GPU, each computed by one kernel.
 
 transformers computes them by about thirty elementwise operations per layer, each of which reads and writes
 device memory. The class of a module does not decide. A module is replaced if our kernel gives the same bits
 on a CPU for a stand-in: a module of the same class with a few weights. Other modules keep their own forwards.
+Prefill uses the replacements wherever there are some, passes only if they are complete: ``torch.compile``
+also fuses what is left.
 """
 
 import inspect
@@ -14,15 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
-from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, text_decoder, with_global
-from triforce_tree.models.prefill.residual import Structure, forward_by, structure_of
+from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
+from triforce_tree.models.kernel_layers.residual import Part, Structure, forward_by, structure_of
+from triforce_tree.models.model_copy import (
+    ROTARY,
+    class_forward,
+    hooked,
+    listed_layers,
+    text_decoder,
+    with_global,
+)
 
-# Sizes of stand-ins: rows, features, and features inside an MLP.
-_ROWS, _WIDTH, _INNER, _HEAD = 5, 64, 48, 16
+# Sizes of stand-ins: rows, features, and elements of a head.
+_ROWS, _WIDTH, _HEAD = 5, 64, 16
 _SEPARATE, _TOGETHER = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,7 +46,7 @@ class _Replacement:
     make: Callable[[Any], Callable[..., Any]]
 
 
-class PrefillLayers:
+class KernelLayers:
     """The modules of a model that kernels can replace, found once, and their replacement in copies.
 
     Args:
@@ -75,15 +86,36 @@ class PrefillLayers:
         Args:
             copy: from ``shallow_copy`` of the model.
         """
-        modules = dict(copy.named_modules())
-        for name, replacement in self._found.items():
-            module: Any = modules.get(name)
-            if module is not None and "forward" not in vars(module) and _types(module) == replacement.types:
-                module.forward = replacement.make(module)
+        for name, module in copy.named_modules():
+            if (replacement := self._replacement(name, module)) is not None:
+                vars(module)["forward"] = replacement.make(module)
+
+    def complete(self, copy: PreTrainedModel) -> bool:
+        """Returns whether kernels compute everything in the decoder layers of a copy with few-row linears, so
+        that ``torch.compile`` would find nothing to fuse.
+        """
+        layers = listed_layers(copy)
+        names = {module: name for name, module in copy.named_modules()}
+
+        def covers(module: nn.Module) -> bool:
+            if isinstance(module, FewRowLinear | LowBitLinear | nn.Dropout):
+                return True
+            if self._replacement(names[module], module) is None:
+                return False
+            # The kernel of a gated MLP computes its activation.
+            return "down_proj" in module._modules or all(map(covers, module.children()))
+
+        return layers is not None and all(map(covers, layers))
+
+    def _replacement(self, name: str, module: nn.Module) -> _Replacement | None:
+        found = self._found.get(name)
+        same = found is not None and "forward" not in vars(module) and _types(module) == found.types
+        return found if same else None
 
 
 def _types(module: nn.Module) -> tuple[type, ...]:
-    return type(module), *map(type, module._modules.values())
+    children = (getattr(child, "stands_for", type(child)) for child in module._modules.values())
+    return type(module), *children
 
 
 def _stand_in(module: nn.Module, **changed: Any) -> Any:
@@ -190,11 +222,15 @@ def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2 or _hooked_activation(module):
         return None
-    widths = {"gate_proj": _INNER, "up_proj": _INNER, "gate_up_proj": 2 * _INNER}
-    shapes = {"down_proj": (_WIDTH, _INNER)}
-    shapes |= {name: (widths[name], _WIDTH) for name in (_SEPARATE[:2] if separate else _TOGETHER[:1])}
-    linears = {name: _linear(*shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
-    stand_in, x = _stand_in(module, **linears), _random(1, _ROWS, _WIDTH, dtype=dtype, seed=9)
+
+    def both(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.cos(x)], -1)
+
+    parts: dict[str, Callable[[Tensor], Any]] = {"gate_up_proj": both}
+    if separate:
+        parts = {"gate_proj": torch.positive, "up_proj": torch.cos}
+    made = {name: Part(function) for name, function in {**parts, "down_proj": torch.tanh}.items()}
+    stand_in, x = _stand_in(module, **made), 4 * _random(1, _ROWS, _WIDTH, dtype=dtype, seed=9)
     try:
         expected = type(module).forward(stand_in, x)
     except (TypeError, AttributeError, RuntimeError):
@@ -203,13 +239,6 @@ def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
         if _same(expected, _mlp(stand_in, separate, partial(gated.definition, activation=name), x)):
             return name
     return None
-
-
-def _linear(outs: int, ins: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    # The layer is made on the meta device, because initial weights would be drawn from the user's generator.
-    made = nn.Linear(ins, outs, bias=False, device="meta")
-    made.weight = nn.Parameter(_random(outs, ins, dtype=dtype, seed=seed) / 4, requires_grad=False)
-    return made
 
 
 def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Ph
 from triforce_tree.kv.prefill import PromptCache, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.prefill.layers import PrefillLayers
+from triforce_tree.models.kernel_layers.modules import KernelLayers
 
 SIZES = {
     "vocab_size": 90,
@@ -33,7 +33,7 @@ def filled(model: HFModel, bits: int, kernels: bool) -> tuple[list[torch.Tensor]
             part.zero_()
     with model.active():
         if kernels:
-            PrefillLayers(model.model).attach(model.running)
+            KernelLayers(model.model).attach(model.running)
         tokens = torch.randint(90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
         prefill(model, PromptCache(store, 0), tokens, 16, None)
         logits = model.forward([7], PromptCache(store, 0, None, TOKENS))

@@ -62,7 +62,7 @@ def forward_by(add_norm: AddNorm, layer: Any, structure: Structure) -> Callable[
     return forward
 
 
-class _Part(nn.Module):
+class Part(nn.Module):
     """A part of a stand-in: it applies a given function and records its arguments."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
@@ -95,8 +95,8 @@ def structure_of(module: nn.Module, stand_in: Callable[..., Any]) -> Structure |
 
 def _computes(module: nn.Module, structure: Structure, stand_in: Callable[..., Any]) -> bool:
     functions = (torch.sin, torch.cos, torch.atan, torch.erf)
-    norms = {name: _Part(f) for name, f in zip(structure, functions, strict=True) if name is not None}
-    attention, mlp = _Part(lambda x: (torch.exp(x), None)), _Part(torch.tanh)
+    norms = {name: Part(f) for name, f in zip(structure, functions, strict=True) if name is not None}
+    attention, mlp = Part(lambda x: (torch.exp(x), None)), Part(torch.tanh)
     made = stand_in(module, **norms, self_attn=attention, mlp=mlp)
     x, positions = (
         torch.linspace(-2, 2, 40, dtype=torch.float32, device="cpu").view(1, 5, 8),

@@ -1,0 +1,1 @@
+"""Computes the layers of a model on a GPU by kernels of this package."""

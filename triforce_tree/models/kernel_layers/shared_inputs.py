@@ -1,0 +1,75 @@
+"""Linear layers of the same input, which one launch computes.
+
+A launch costs microseconds in addition to the bytes that it reads. Queries, keys and values, or gate and up,
+have the same input.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
+
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Lets those linear layers of a copy that usually have the same input be computed by one launch.
+
+    Args:
+        model: with ``FewRowLinear`` or ``LowBitLinear`` layers.
+    """
+    for module in model.modules():
+        for names in _GROUPS:
+            group = [module._modules.get(name) for name in names]
+            if all(isinstance(each, FewRowLinear | LowBitLinear) for each in group) and _fit(group):
+                _Shared(group)
+
+
+def _fit(group: Sequence[Any]) -> bool:
+    """Returns whether layers can be computed together, and have no hooks, which must run before each one."""
+    alike = all(
+        (type(a), a.in_features, a.bias is None, getattr(a, "bits", 16))
+        == (type(b), b.in_features, b.bias is None, getattr(b, "bits", 16))
+        for a, b in pairwise(group)
+    )
+    return alike and not any(each._forward_pre_hooks or each._forward_hooks for each in group)
+
+
+class _Shared:
+    """Computes all layers when the first is called. The others return their outputs if they are called with
+    the same tensor, else they compute on their own.
+    """
+
+    def __init__(self, group: Sequence[Any]) -> None:
+        self._group = group
+        self._input: Tensor | None = None
+        self._outs: Sequence[Tensor] = ()
+        for at, layer in enumerate(group):
+            layer.forward = partial(self._call, at, type(layer).forward.__get__(layer))
+
+    def _call(self, at: int, alone: Any, x: Tensor) -> Tensor:
+        if at == 0:
+            self._input = x if self._group[0].few(x) else None
+            if self._input is not None:
+                self._outs = self._together(x)
+        if x is not self._input:
+            return alone(x)  # type: ignore[no-any-return]
+        out = self._outs[at]
+        if at == len(self._group) - 1:
+            self._input, self._outs = None, ()
+        return out
+
+    def _together(self, x: Tensor) -> Sequence[Tensor]:
+        from triforce_tree.kernels.linear.launch import linears
+
+        group, bits = self._group, getattr(self._group[0], "bits", 16)
+        words = [each.weight if bits == 16 else each.words for each in group]
+        scales = [] if bits == 16 else [each.scales for each in group]
+        biases = [] if group[0].bias is None else [each.bias for each in group]
+        out = linears(x, words, scales, biases, [each.counters for each in group], bits)
+        return torch.split(out, [each.out_features for each in group], -1)

@@ -1,1 +1,0 @@
-"""Computes layers over the many tokens of a prefill on a GPU."""
