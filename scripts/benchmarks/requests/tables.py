@@ -82,7 +82,8 @@ _OWN = ("its own forwards, s", "**ratio**")
 _AGENT = {"trace": "{part}"} | {name: cell for name, cell in _CONVERSATION.items() if name not in _OWN}
 _CONVERSATION_NOTE = (
     "{hardware}, {dtype}, greedy, {reply} new tokens a turn, questions from the text {text}, torch "
-    "{versions[torch]}; medians over the turns of each third, sums of new and computed tokens. "
+    "{versions[torch]}; medians over the turns of each third (the speed-up: of each turn's own "
+    "ratio), sums of new and computed tokens. "
 )
 _CPU = CONVERSATION.format(machine="cpu")
 _AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the trace's own history")

@@ -162,7 +162,7 @@ GPU = (
 
 CPU = (
     _bench("requests-cpu", "requests --pair", 5),
-    _bench("conversation-cpu", "conversation", 15, tiny=None),
+    _bench("conversation-cpu", "conversation", 35, tiny=None),
     _bench("conversation-agent-cpu", f"conversation {_AGENT}", 5, tiny=_AGENT),
     _bench(
         "never-slower-cpu",
