@@ -3,6 +3,8 @@
     python -m scripts.train_pair.text --target TARGET --installed --out data
     python -m scripts.train_drafters --kind eagle3 --target TARGET --data data/tokens.npz --out drafter
     python -m scripts.train_drafters ... --seconds 500          # ends a call; the same command goes on later
+    python -m scripts.train_drafters --kind draft --target TARGET --data data/tokens.npz --out draft \
+        --contexts 4096 --tokens 32768 --evaluate 4096          # --tokens 4096 --segments 4 on a CPU
 
 TARGET is a folder, a GGUF file or a hub id; ``pair`` is the embedded target. The drafter learns the target's
 distribution at every depth that it drafts: cross-entropy first, then also the overlap sum of min(p, q), the
@@ -12,9 +14,9 @@ that acceptance does not fall with the length of the text.
 
 ``--out`` gets ``config.json`` and ``model.safetensors`` in the published layout, for
 ``triforce_tree.load(TARGET, drafter=OUT)``. For ``--kind mtp`` it gets a checkpoint of the target with the
-layer, which is in ``mtp.safetensors``, for ``load(OUT, drafter="mtp")``. ``training.jsonl`` is a results file
-of losses, seconds and, at the end, of the drafter's agreement with the target on Python's help topics, which
-are held out.
+layer, which is in ``mtp.safetensors``, for ``load(OUT, drafter="mtp")``. For ``--kind draft`` it gets a small
+Llama, for ``load(TARGET, draft=OUT)``. ``training.jsonl`` is a results file of losses, seconds and, at the
+end, of the drafter's agreement with the target on Python's help topics, which are held out.
 """
 
 import argparse
@@ -27,27 +29,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from scripts.benchmarks.common.results import Record
 from scripts.train_drafters.block import BlockTraining
+from scripts.train_drafters.draft import DraftTraining
 from scripts.train_drafters.eagle import EagleNetwork
 from scripts.train_drafters.evaluate import by_context
 from scripts.train_drafters.folder import DrafterFolder
 from scripts.train_drafters.mtp import FILE, MtpTraining
 from scripts.train_drafters.segments import Cache, Segments
 from scripts.train_drafters.teacher import Teacher
-from scripts.train_pair.distill import compare
 from scripts.train_pair.kinds.mixture import Mixture
 from scripts.train_pair.loop import Schedule, fit
 from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.config import StreamingConfig
 from triforce_tree.kernels.cpu.cpu_attention import instructions
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 
 # Logits of a loss that exist at a time; those of more are made part by part, and again for the gradient.
 _LOGITS_ON_GPU, _LOGITS_ON_CPU = 1 << 27, 1 << 24
+_DRAFT_WINDOW = StreamingConfig.window
 # Options that may differ between the calls of one training.
 _OF_A_CALL = (
     "out", "seconds", "steps", "json", "device", "log_every", "save_every", "evaluate", "windows", "new",
@@ -58,6 +63,9 @@ KINDS: dict[str, Callable[[Teacher, argparse.Namespace], nn.Module]] = {
     ),
     "mtp": lambda teacher, args: MtpTraining(teacher, args.depths, Cache(args.sinks, args.window)),
     "dflash": lambda teacher, args: BlockTraining(teacher, args.depths, args.layers, args.mlp, args.window),
+    "draft": lambda teacher, args: DraftTraining(
+        teacher, args.hidden, args.layers, args.head_dim, args.mlp, Cache(args.sinks, args.window)
+    ),
 }
 
 
@@ -91,6 +99,21 @@ class Training:
         """Products in bf16 on a GPU and on a CPU with AMX; weights are fp32."""
         fast = self.device.type == "cuda" or "AMX" in instructions()
         return torch.autocast(self.device.type, torch.bfloat16, enabled=fast)
+
+
+def compare(
+    student: Tensor, draft_head: Tensor, teacher: Tensor, target_head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns cross-entropy against the target's whole distribution and overlap sum(min(p, q)), each ``[N]``
+    fp32.
+
+    Args:
+        student, teacher: last hidden states, ``[N, H_d]`` and ``[N, H_t]``.
+        draft_head, target_head: heads, ``[V, H_d]`` and ``[V, H_t]``.
+    """
+    ours, theirs = F.linear(student, draft_head).float(), F.linear(teacher, target_head).float()
+    entropy = -(F.softmax(theirs, dim=-1) * F.log_softmax(ours, dim=-1)).sum(-1)
+    return entropy, torch.minimum(F.softmax(theirs, dim=-1), F.softmax(ours, dim=-1)).sum(-1)
 
 
 class Distillation:
@@ -163,8 +186,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="end this call before its training takes more; the evaluation follows")
     add("--seed", type=int, default=0, help="of all draws")
     add("--depths", type=int, default=6, help="tokens drafted one after the other")
-    add("--layers", type=int, default=2, help="layers of a block drafter; others have one")
-    add("--mlp", type=int, default=1536, help="neurons of the drafter's layer")
+    add("--layers", type=int, default=2, help="layers of a block drafter or a draft; others have one")
+    add("--mlp", type=int, help="neurons of a layer; by default 1536, 768 of a draft")
+    add("--hidden", type=int, default=256, help="size of a draft")
+    add("--head-dim", type=int, default=64, help="of a draft")
     add("--own-head", action="store_true", help="train a copy of the target's language model head too")
     add(
         "--sinks",
@@ -172,7 +197,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         default=Cache.sinks,
         help="first pairs that the drafter attends to; a block drafter has none",
     )
-    add("--window", type=int, default=Cache.window, help="newest pairs that the drafter attends to")
+    add(
+        "--window",
+        type=int,
+        help=f"newest pairs that the drafter attends to; by default {Cache.window}, and {_DRAFT_WINDOW} of a "
+        "draft, which attends to twice as many at most",
+    )
     add("--contexts", type=int, nargs="+", default=[2048, 4096, 16384, 65536], help="of texts, taken in turn")
     add("--tokens", type=int, default=131_072, help="that the target reads in a step")
     add("--segments", type=int, default=64, help="parts of them that the drafter learns from in a step")
@@ -191,6 +221,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     add("--json", action="store_true", help="print one JSON object, the result; progress goes to stderr")
     args = parser.parse_args(words)
+    args.mlp = args.mlp or (768 if args.kind == "draft" else 1536)
+    args.window = args.window or (_DRAFT_WINDOW if args.kind == "draft" else Cache.window)
     if args.segment < 1 or min(args.contexts) <= args.segment + args.depths:
         parser.error(
             f"--contexts {min(args.contexts)} has no room for --segment {args.segment} and {args.depths} "
@@ -221,8 +253,7 @@ def main(words: Sequence[str] | None = None) -> Record:
         sys.exit(f"--contexts and --evaluate: {longest} is more than the target's {most} positions; lower it")
     torch.manual_seed(args.seed)
     network: Any = KINDS[args.kind](teacher, args)
-    completed = isinstance(network, MtpTraining)
-    folder = DrafterFolder(args.out, settings_of(args), *([FILE] if completed else []))
+    folder = DrafterFolder(args.out, settings_of(args), *([FILE] if args.kind == "mtp" else []))
     training = Training(args, folder, lambda line: print(line, file=sys.stderr, flush=True))
     # The texts after a break are others than those before it.
     seed = args.seed + 1000 * int(folder.spent)
@@ -237,7 +268,7 @@ def main(words: Sequence[str] | None = None) -> Record:
     # What is measured are the weights as they are saved.
     folder.restore(network)
     tokenizer = load_tokenizer(source)
-    if completed:
+    if isinstance(network, MtpTraining | DraftTraining):
         network.complete(folder.path, tokenizer)
     ids = token_ids(tokenizer, pydoc_text()) if args.evaluate else []
     result: Record = {

@@ -37,8 +37,6 @@ class BlockTraining(nn.Module):
         head: the weight of the language model head, ``[V, H]``.
     """
 
-    kind = "dflash"
-
     def __init__(self, teacher: Teacher, depths: int, layers: int, mlp: int, window: int) -> None:
         super().__init__()
         deepest = teacher.layers - 2

@@ -24,8 +24,6 @@ class EagleNetwork(UnrolledLayer):
         teacher, depths, mlp, cache: as for :class:`UnrolledLayer`.
     """
 
-    kind = "eagle3"
-
     def __init__(self, teacher: Teacher, depths: int, mlp: int, own_head: bool, cache: Cache) -> None:
         size, layers = teacher.size, teacher.layers
         numbers = [max(1, layers // 3), max(1, 2 * layers // 3), layers]

@@ -33,8 +33,6 @@ class MtpTraining(UnrolledLayer):
         ValueError: the target's layers or rotary frequencies are others than those of a plain Llama.
     """
 
-    kind = "mtp"
-
     def __init__(self, teacher: Teacher, depths: int, cache: Cache) -> None:
         own = teacher.model.config
         rope = own.rope_parameters or {}

@@ -48,7 +48,8 @@ def words_of(folder: Path, *more: str) -> list[str]:
         "--target", str(folder / "target"), "--data", str(folder / "tokens.npz"),
         "--out", str(folder / "drafter"), "--contexts", "64", "120", "--tokens", "240", "--segments", "8",
         "--segment", "24", "--sinks", str(SINKS), "--window", str(WINDOW), "--depths", str(DEPTHS),
-        "--mlp", "64", "--warm-up", "3", "--minutes", "5", "--evaluate", *more,
+        "--mlp", "64", "--hidden", "32", "--head-dim", "16", "--warm-up", "3", "--minutes", "5",
+        "--evaluate", *more,
     ]  # fmt: skip
 
 
@@ -157,14 +158,52 @@ def test_the_trained_blocks_are_those_of_the_reference(script: Any, tmp_path: Pa
         torch.testing.assert_close(made[depth][0, 1], expected[1 + depth], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("at", [0, SINKS, WINDOW, 30])
+def test_the_trained_draft_is_a_llama_over_sinks_and_a_window(script: Any, tmp_path: Path, at: int) -> None:
+    """Positions are those in the cache, which holds between one and two windows behind the sinks."""
+    segments = script("train_drafters.segments")
+    teacher = script("train_drafters.teacher").Teacher(target_of())
+    cache = segments.Cache(SINKS, WINDOW)
+    network = script("train_drafters.draft").DraftTraining(teacher, 32, 1, 16, 24, cache)
+    script("train_drafters.folder").DrafterFolder(tmp_path, {"seed": 0}).save(network, 1.0)
+    draft = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens, length = torch.randint(teacher.head.shape[0], (2, 60)), 2 * WINDOW
+    [made] = network(tokens, {}, segments.Segments(cache, torch.tensor([1]), torch.tensor([at]), length))
+    begins = max(SINKS, at + 1 - WINDOW)
+    for place, position in enumerate(range(at + 1, at + 1 + length)):
+        left = max(0, (position - begins) // WINDOW - 1) * WINDOW
+        kept = [*range(min(SINKS, position + 1)), *range(begins + left, position + 1)]
+        expected = draft(tokens[1:, kept]).logits[:, -1]
+        torch.testing.assert_close(made[:, place] @ network.head.T, expected, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_drafts_embedding_keeps_the_products_of_the_targets_head(script: Any) -> None:
+    target = target_of()
+    teacher, size = script("train_drafters.teacher").Teacher(target), target.config.hidden_size
+    cache, training = script("train_drafters.segments").Cache(), script("train_drafters.draft").DraftTraining
+    made = training(teacher, size, 1, 16, 24, cache)
+    weighed = teacher.head * teacher.last_norm
+    products = [x @ x.mT for x in (weighed, made.head)]
+    scale = products[0].norm() / products[1].norm()
+    torch.testing.assert_close(products[1] * scale, products[0], rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="--head-dim 48"):
+        training(teacher, 64, 1, 48, 64, cache)
+
+
 def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> float:
     """Returns accepted tokens of a pass with the drafter in a folder, whose greedy text is checked."""
     config = json.loads((folder / "config.json").read_text())
     advanced: dict[str, Any] = {"rounds": 1}
     if "dflash_config" not in config:
         advanced |= {"sinks": SINKS, "window": WINDOW}
-    given: Any = (target, folder) if "num_mtp_layers" not in config else (folder, "mtp")
-    engine = triforce_tree.load(given[0], drafter=given[1], levels=2, tree="chain:3", advanced=advanced)
+    given: dict[str, Any] = {"target": target, "drafter": folder}
+    if "num_mtp_layers" in config:
+        given = {"target": folder, "drafter": "mtp"}
+    elif config["architectures"] == ["LlamaForCausalLM"]:
+        given = {"target": target, "draft": folder}
+    engine = triforce_tree.load(**given, levels=2, tree="chain:3", advanced=advanced)
     out = engine.generate(prompt, max_new_tokens=len(expected), do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected
     length = out.levels[1].mean_accepted_length
@@ -172,7 +211,7 @@ def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected
     return length
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "draft"])
 def test_a_short_training_helps_and_goes_on(script: Any, tmp_path: Path, kind: str) -> None:
     if kind == "mtp" and not MTP:
         pytest.skip("this release of transformers reads no MTP layers")

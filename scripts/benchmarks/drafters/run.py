@@ -3,7 +3,7 @@
     python -m scripts.benchmarks drafters --drafters eagle3=FOLDER mtp=FOLDER
     python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --shapes 7b 8b --ways default
     python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --target smollm2.gguf \
-        --draft smollm2/draft --contexts 2048 7168
+        --draft smollm2 --contexts 2048 7168
 
 The embedded pair's target, or ``--target``, is decoded with its draft and with each drafter, as it is or
 widened to a larger shape (``scripts/inflate``). ``--ways`` are ``default``, all settings as a user has them;

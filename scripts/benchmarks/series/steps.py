@@ -113,10 +113,10 @@ GPU = (
     ),
     _bench(
         "real-model",
-        f"real_model --draft {OUT}/smollm2/draft --contexts 7168 --seeds 1 --texts {TEXTS}",
+        f"real_model --draft {OUT}/smollm2 --contexts 7168 --seeds 1 --texts {TEXTS}",
         8,
         timed=True,
-        needs="smollm2/draft",
+        needs="smollm2",
         tiny="--shapes own --contexts 256 --kinds documentation --temperatures 0 --new-tokens 8",
     ),
     _bench(

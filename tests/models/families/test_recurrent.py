@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import triforce_tree
-from scripts.train_pair.given import forced_tokens
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
@@ -18,7 +17,6 @@ from tests.support.models.program_cases import GREEDY, SAMPLED, decoded, finishe
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, ForeknownPath, recurrent
 from triforce_tree import UnsupportedModelError
 from triforce_tree.check import losslessness as check
-from triforce_tree.check.ties import target_logits
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
@@ -147,25 +145,6 @@ def test_rewinding_feeds_the_prompt_again() -> None:
     used = program(target, 1)
     decoded(used, PROMPTS[:1], [9])
     assert decoded(used, PROMPTS[:1], [NEW], again=True)[0] == expected("granite-4")[:1]
-
-
-@pytest.mark.parametrize("family", ONE_PER_KIND)
-def test_forced_tokens(family: str) -> None:
-    """Logits of given tokens in several passes are those of one forward."""
-    target, text = model(family), [*PROMPTS[0], *expected(family)[0]]
-    known = Foreknowledge([text], [set()], 4)
-    used = program(target, 2, known)
-    used.prepare(GREEDY)
-    used.prefill([PROMPTS[0]])
-    found, at = [], len(PROMPTS[0])
-    for given, kept in ((4, 2), (1, 1), (5, 5), (4, 1)):
-        forced_tokens.offer(used, text[:at], text[at : at + 4])
-        found.append(target_logits(used, text[at - 1 : at - 1 + given])[:kept].clone())
-        forced_tokens.commit(used, text[at : at + kept])
-        at += kept
-    with torch.no_grad():
-        own = target(torch.tensor([text[: at - 1]])).logits[0, len(PROMPTS[0]) - 1 :]
-    torch.testing.assert_close(torch.cat(found), own, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Texts by kind that drafters are trained on: how they are gathered, drawn and written by a target."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,30 @@ def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
     assert len(starts) == 3
     assert (rows[:, -1] == 0).all()
     assert (rows[:, :-1] > 0).all()
+
+
+def test_text_files_of_a_folder_are_read(script: Any, tmp_path: Path) -> None:
+    corpus = script("train_pair.corpus")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "README.md").write_text("readme")
+    (tmp_path / "pkg" / "guide.txt.gz").write_bytes(gzip.compress(b"a guide"))
+    (tmp_path / "pkg" / "copyright").write_text("a licence")
+    (tmp_path / "pkg" / "changelog.Debian.gz").write_bytes(gzip.compress(b"changes"))
+    (tmp_path / "pkg" / "broken.txt.gz").write_bytes(b"\x1f\x8b no gzip")
+    (tmp_path / "pkg" / "binary").write_bytes(b"a\0b")
+    (tmp_path / "pkg" / "picture.png").write_bytes(b"abc")
+    assert list(corpus.documents(f"files:{tmp_path}")) == ["readme", "a guide"]
+
+
+def test_a_token_file_is_bounded_and_begins_with_whole_documents(script: Any, tmp_path: Path) -> None:
+    data, sources = tmp_path / "data", ["code=code:json", "code=docstrings:email"]
+    made = script("train_pair.text").prepare(load_tokenizer(PAIR / "target"), data, sources, [], 1.0, 1e-3)
+    assert made == {"code": 1000}
+    tokens = np.load(data / "tokens.npz")["code"]
+    assert (tokens.dtype, len(tokens)) == (np.uint16, 1000)
+    tokenizer = load_tokenizer(data)
+    assert tokenizer is not None
+    manifest = json.loads((data / "manifest.json").read_text())
+    assert manifest["tokens"] == {"code": 1000}
+    assert len(manifest["sources"]) == 2
+    assert "def " in tokenizer.decode(tokens) or "(self" in tokenizer.decode(tokens)

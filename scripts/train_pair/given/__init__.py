@@ -1,1 +1,0 @@
-"""A draft for a given target with its own tokenizer."""
