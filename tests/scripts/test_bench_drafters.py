@@ -68,7 +68,7 @@ def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
     assert "prefill" not in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run.main([*words, "--drafters", f"other={tmp_path / 'none'}"])
-    assert "give a drafter's folder" in capsys.readouterr().err
+    assert "make a draft or a drafter by" in capsys.readouterr().err
 
 
 def test_the_last_column_is_the_ratio_of_two_contexts(script: Any) -> None:

