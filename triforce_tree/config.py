@@ -12,7 +12,6 @@ from triforce_tree.trees.topology_files import SUFFIX
 
 # The most tokens that one pass may propose.
 MOST_PROPOSED = 1024
-# Together with the root they are one tile of 16 rows in the target's forward.
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
 

@@ -176,7 +176,7 @@ def test_samples_obey_constraints() -> None:
     [
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 exceeds num_beams=2"),
         ({"num_return_sequences": 3}, "num_return_sequences=3 of greedy decoding are 3 equal texts"),
-        ({"num_beams": 0}, "num_beams=0 must be an integer of at least 1"),
+        ({"num_beams": 0}, "num_beams=0 must be at least 1 and at most 65536"),
         ({"num_beams": 2, "logprobs": True}, "logprobs=True is not supported with num_beams=2"),
         ({"num_beams": 2, "streamer": Collect()}, "a streamer takes one text as it is made"),
         ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups=2 is not supported"),

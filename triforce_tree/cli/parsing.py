@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -134,46 +136,39 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def whole(text: str) -> int:
+def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def positive(text: str) -> int:
-    value = whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def not_negative(text: str) -> int:
-    value = whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
-    return value
+def _kind(read: Callable[[str], Any], allowed: Callable[[Any], bool], said: str) -> Callable[[str], Any]:
+    """Returns a type of numbers; ``said`` follows "must" in the error about others."""
+
+    def parse(text: str) -> Any:
+        value = read(text)
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{value} must {said}")
+        return value
+
+    return parse
 
 
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be above 0")
-    return value
-
-
-def not_below_zero(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
-    return value
-
-
-def finite(text: str) -> float:
-    value = float(text)
-    if not abs(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be a finite number")
-    return value
+positive = _kind(_whole, lambda n: n >= 1, "be at least 1")
+not_negative = _kind(_whole, lambda n: n >= 0, "be at least 0")
+above_zero = _kind(_number, lambda x: 0 < x < math.inf, "be above 0")
+not_below_zero = _kind(_number, lambda x: 0 <= x < math.inf, "be at least 0")
+finite = _kind(_number, math.isfinite, "be a finite number")
+depth = _kind(_number, lambda x: 0 <= x <= 1, "lie between 0 (the start) and 1 (the end)")
+temperature = _kind(_number, lambda x: 0 <= x < math.inf, "be at least 0, which is greedy")
 
 
 def levels(text: str) -> int | str:
@@ -217,17 +212,3 @@ def field(text: str) -> tuple[str, Any]:
 
 def dtype(text: str) -> str:
     return DTYPE_NAMES.get(text, text)
-
-
-def depth(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} must lie between 0 (the start) and 1 (the end)")
-    return value
-
-
-def temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0, which is greedy")
-    return value

@@ -35,8 +35,11 @@ def checked(name: str, value: Any) -> Any:
     if isinstance(check, _AtLeast):
         if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
-        if index(value) < check.least:
-            raise ValueError(f"{name}={shortened(value)} must be at least {check.least}; {check.remedy}")
+        if not check.least <= index(value) <= check.most:
+            most = "" if check.most == math.inf else f" and at most {check.most}"
+            raise ValueError(
+                f"{name}={shortened(value)} must be at least {check.least}{most}; {check.remedy}"
+            )
         return index(value)
     if isinstance(check, _Within):
         _check_type(name, value)
@@ -47,10 +50,11 @@ def checked(name: str, value: Any) -> Any:
 
 
 class _AtLeast(NamedTuple):
-    """Describes integers of at least ``least``, those of numpy and torch included."""
+    """Describes integers from ``least`` to ``most``, those of numpy and torch included."""
 
     least: int
     remedy: str = "leave it out for the default"
+    most: float = math.inf
 
 
 class _Within(NamedTuple):
@@ -122,18 +126,6 @@ def _length_penalty_decay(name: str, value: Any) -> Any:
     return value
 
 
-def _number_of_texts(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TEXTS:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1, and at most {_MOST_TEXTS}")
-    return value
-
-
-def _number_of_sequences(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number from 1 on, or None")
-    return value
-
-
 def _seed(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not -(2**63) <= index(value) < 2**64:
         raise ValueError(
@@ -193,13 +185,13 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "pad_token_id": _token_ids,
     "sequence_bias": _sequence_bias,
     "exponential_decay_length_penalty": _length_penalty_decay,
-    "num_beams": _number_of_texts,
-    "num_return_sequences": _number_of_texts,
+    "num_beams": _AtLeast(1, most=_MOST_TEXTS),
+    "num_return_sequences": _AtLeast(1, most=_MOST_TEXTS),
     "stop_strings": _stop_strings,
     "logits_processor": _callables,
     "stopping_criteria": _callables,
     "seed": _seed,
     "logprobs": _switch,
-    "max_batch": _number_of_sequences,
+    "max_batch": _AtLeast(1),
     "length": _AtLeast(1, 'speculation="off" drafts nothing'),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_tree.grammar import Choice, JSONSchema
+from triforce_tree.runtime.files.json_files import json_depth
 from triforce_tree.server.refusals import RefusedError, wrong
 from triforce_tree.server.tools.calls import Schema, Shape, Tools, constant, json_shape
 
@@ -112,17 +113,8 @@ def offer(take: Take) -> Offer:
 
 def check_size(name: str, value: Any) -> None:
     """Raises RefusedError if a JSON value is too long or nested too deeply for a compiler."""
-    level, left = 0, [value]
-    while left:
-        if level > _MOST_NESTED:
-            raise RefusedError(f"{name} is nested deeper than {_MOST_NESTED} levels; flatten it", param=name)
-        left = [
-            part
-            for each in left
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
-        ]
-        level += 1
+    if json_depth(value, _MOST_NESTED) > _MOST_NESTED:
+        raise RefusedError(f"{name} is nested deeper than {_MOST_NESTED} levels; flatten it", param=name)
     if len(value if isinstance(value, str) else json.dumps(value)) > _MOST_CHARACTERS:
         raise RefusedError(f"{name} has more than {_MOST_CHARACTERS:,} characters; shorten it", param=name)
 

@@ -45,16 +45,16 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         contents, deep = None, True
     else:
-        deep = _depth(contents) > MOST_DEPTH
+        deep = json_depth(contents, MOST_DEPTH) > MOST_DEPTH
     if deep:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
     return contents
 
 
-def _depth(contents: Any) -> int:
-    """Returns the number of nested levels, at most ``MOST_DEPTH + 1``."""
+def json_depth(contents: Any, most: int) -> int:
+    """Returns the number of nested levels, at most ``most + 1``."""
     level, depth = [contents], -1
-    while level and depth <= MOST_DEPTH:
+    while level and depth <= most:
         level = [
             child
             for value in level
