@@ -7,15 +7,14 @@ cache was: a session that was saved from the device may be loaded into host memo
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.requests.chat import Message
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import parse_json
@@ -35,22 +34,11 @@ from triforce_tree.sessions.folders import (
 )
 from triforce_tree.sessions.tensor_files import Kind
 
-
-class Saving(Protocol):
-    """The attributes of a :class:`~triforce_tree.sessions.session.Session` that are saved."""
-
-    tokens: list[int]
-    messages: list[Message] | None
-    begun: int
-    turns: list[tuple[int, int]]
-
-    @property
-    def engine(self) -> LoadedEngine: ...
-
-    def program(self) -> AbstractContextManager[tuple[DecodingProgram, int]]: ...
+if TYPE_CHECKING:
+    from triforce_tree.sessions.session import Session
 
 
-def save(session: Saving, folder: Path) -> None:
+def save(session: "Session", folder: Path) -> None:
     """Writes a session into a folder; see :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
