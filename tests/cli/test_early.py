@@ -49,10 +49,6 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["generate", "TEXT", "--target", "TARGET", "--json-schema", "TEXT"], "is not JSON",
     ),
     "empty expression": (["generate", "TEXT", "--target", "TARGET", "--regex", ""], "expression is ''; give"),
-    "long for new tokens": (
-        ["generate", "TEXT", "--target", "TARGET", "--max-new-tokens", "4090"],
-        "exceed the model's 4096 positions",
-    ),
     "new tokens for a gguf file": (
         ["generate", "TEXT", "--target", "UNREAD", "--max-new-tokens", "9999"], "4096 positions",
     ),
