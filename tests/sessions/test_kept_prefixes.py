@@ -185,6 +185,21 @@ def test_buffers_grow_and_change_their_settings(kind: str) -> None:
     assert new(out, asked) == new(cold(kind).generate(asked, max_new_tokens=9, do_sample=False), asked)
 
 
+def test_a_growing_conversation_seldom_makes_buffers() -> None:
+    target, options = tiny("llama-gqa", max_position_embeddings=16_384), {"prefill_chunk": CHUNK}
+    own, other = (triforce_tree.load(target, levels=1, advanced=options) for _ in range(2))
+    text, programs = list(PROMPT), []
+    for turn in range(12):
+        text += prompt_of(1000)
+        out = own.generate(text, max_new_tokens=3, do_sample=False)
+        assert out.reused_tokens >= (len(text) - 1010 - CHUNK if turn else 0)
+        if own.last_program not in programs:
+            programs.append(own.last_program)
+        last, text = text, [*text, *new(out, text)]
+    assert len(programs) <= 5
+    assert new(out, last) == new(other.generate(last, max_new_tokens=3, do_sample=False), last)
+
+
 def test_another_number_of_levels_takes_over_the_memory() -> None:
     own = engine("three levels").with_options(levels="auto", budget=128, advanced={"chunk": 64, "recent": 64})
     session = own.session(PROMPT)

@@ -28,7 +28,7 @@ from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.settings import check_settings, within_limits
 from triforce_tree.planning import memory_map, memory_plan
-from triforce_tree.planning.batch_size import check_every_rank, free_bytes
+from triforce_tree.planning.batch_size import check_every_rank, free_bytes, has_room
 from triforce_tree.planning.device_defaults import ModelFacts, resolve
 from triforce_tree.planning.machine import host_rate, measured
 from triforce_tree.planning.memory_layout import Workload, gib
@@ -465,6 +465,8 @@ class Hierarchy:
             self._beside.clear()
             if split is None and last.cache.worth_keeping(self.config, prompts, reuse, pool):
                 kept.append(last.cache)
+                if pool is None and self.memory is None:
+                    max_seq_len = self._outgrown(max_seq_len, len(prompts))
             last.cache.close()  # The new program needs its memory.
             earlier = last.drafter if kept else None
             self.last_program = last = None
@@ -477,6 +479,16 @@ class Hierarchy:
         if split is not None:
             self._offloaded.append(program)
         return program
+
+    def _outgrown(self, max_seq_len: int, batch: int) -> int:
+        """Returns the length of new buffers for texts that the last ones no longer hold.
+
+        Such texts are likely to grow on, and on a GPU the stages of a program take seconds.
+        """
+        longer = max_seq_len + max_seq_len // 2
+        longer = max(max_seq_len, min(longer, self.target.max_positions or longer))
+        fits = has_room(self.target, self.draft, self.config, batch, longer)
+        return longer if fits else max_seq_len
 
     def _resized(
         self,

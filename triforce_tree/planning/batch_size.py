@@ -77,6 +77,14 @@ def check_every_rank(
         )
 
 
+def has_room(
+    target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int, tokens: int
+) -> bool:
+    """Returns whether keys and values of ``batch`` sequences take at most half of the device's free bytes."""
+    sizes = Sizes.of(target, draft, config, None)
+    return 2 * batch * tokens * sizes.row * sizes.full_layers <= free_bytes(target.device)
+
+
 def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:
     """Returns the device bytes that decoding uses in addition to the loaded models, if nothing is
     offloaded.
