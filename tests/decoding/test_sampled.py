@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.support.distributions.batched_ops import prefill_alike, share_windows, use_batched_ops
 from tests.support.distributions.enumeration import chi_square_p
 from tests.support.distributions.sampled_cases import (
     BATCH,
@@ -33,16 +32,7 @@ from tests.support.models.program_cases import decoded, program_of
 from triforce_tree.verify.noise import Noise
 
 
-@pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Ops for large batches of equal prompts."""
-    use_batched_ops(monkeypatch)
-    share_windows(monkeypatch)
-    return monkeypatch
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.usefixtures("many")
 def test_three_tokens_follow_the_targets_distribution(name: str) -> None:
     """The levels are unrelated models, since related ones would prove little."""
     chance, levels = sampled(name)
@@ -52,7 +42,7 @@ def test_three_tokens_follow_the_targets_distribution(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "hierarchy, chain"])
-def test_noise_that_is_drawn_once_is_detected(name: str, many: pytest.MonkeyPatch) -> None:
+def test_noise_that_is_drawn_once_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass has the same random numbers. The enumeration uses none, and cannot detect it."""
     draw, drawn = Noise.draw, set()
 
@@ -61,26 +51,24 @@ def test_noise_that_is_drawn_once_is_detected(name: str, many: pytest.MonkeyPatc
             drawn.add(id(self))
             draw(self, generator)
 
-    many.setattr(Noise, "draw", once)
+    monkeypatch.setattr(Noise, "draw", once)
     assert sampled(name)[0] < FAULTY
 
 
-@pytest.mark.usefixtures("many")
-def test_a_budget_beyond_the_prompt_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_beyond_the_prompt_keeps_the_distribution() -> None:
     """Level 1 sees no KV slot twice, and none of the nodes that it judges; or the request is refused."""
     prompt = prompt_of(9, VOCABULARY)
     options = {**SMALL, "budget": 16, "tree": "chain:2", "runner_ups": False}
     refused = False
     try:
         program = program_of(target(), stranger(3), 3, BATCH, max_seq_len=64, **options)
-        prefill_alike(program, prompt, monkeypatch)
+        program.prefill([prompt] * BATCH)
         new, _ = decoded(program, [prompt] * BATCH, [TOKENS] * BATCH, with_warpers(PLAIN), again=True)
     except ValueError:
         refused = True
     assert refused or chi_square_p(Counter(map(tuple, new)), exact_distribution(PLAIN, tuple(prompt))) > SOUND
 
 
-@pytest.mark.usefixtures("many")
 def test_a_runner_up_is_another_token_than_the_chains() -> None:
     program = prepared("hierarchy, runner-ups")
     program.prepare(with_warpers(PLAIN))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.support.distributions.batched_ops import share_first
 from tests.support.distributions.enumerated_noise import EnumeratedNoise, enumerated
 from tests.support.distributions.enumeration import Distribution, Script, Walk, summed
 from tests.support.distributions.languages import Language
@@ -125,7 +124,9 @@ class Generations:
             self.program.store.fed(0, len(self.prompt) - 1)
         for buffer in features.buffers if features is not None else ():
             buffer[1:] = buffer[:1]
-        share_first(self.program.store)
+        for group in self.program.store.groups:
+            for slots in group.parts:
+                slots[:, 1:] = slots[:, :1]
         # Slots of which the cache knows nothing are cleared when stages are captured.
         for b in range(batch):
             backend.cached.fed(b, self.prompt, 0)

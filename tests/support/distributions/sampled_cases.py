@@ -1,6 +1,6 @@
 """Batches of equal prompts through a decoding program, and how far their tokens are from the target's probs.
 
-1,500 copies of one prompt are decoded in one batch with independent draws. The joint distribution of their
+1,000 copies of one prompt are decoded in one batch with independent draws. The joint distribution of their
 first three tokens is compared with the target's, computed from plain forwards. Draft and target are
 unrelated, and the retrieval cache holds a small part of the prompt.
 """
@@ -8,7 +8,6 @@ unrelated, and the retrieval cache holds a small part of the prompt.
 from collections import Counter
 from functools import cache
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -17,7 +16,6 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from tests.support.distributions.batched_ops import prefill_alike, use_batched_ops
 from tests.support.distributions.enumeration import chi_square_p
 from tests.support.models.families import prompt_of, tiny
 from tests.support.models.program_cases import decoded, program_of
@@ -25,7 +23,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime.stats import LevelStats
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VOCABULARY, TOKENS, BATCH = 5, 3, 1500
+VOCABULARY, TOKENS, BATCH = 5, 3, 1000
 PROMPT = prompt_of(41, VOCABULARY)
 SOUND, FAULTY = 1e-4, 1e-6
 
@@ -70,9 +68,7 @@ def prepared(name: str) -> DecodingProgram:
     """Returns a program that holds the prompt's keys and values, for all tests of its kind."""
     levels, options = PROGRAMS[name]
     program = program_of(target(), stranger(3), levels, BATCH, max_seq_len=64, **{**SMALL, **options})
-    with pytest.MonkeyPatch.context() as patch:
-        use_batched_ops(patch)
-        prefill_alike(program, PROMPT, patch)
+    program.prefill([PROMPT] * BATCH)
     return program
 
 
