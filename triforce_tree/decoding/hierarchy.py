@@ -155,8 +155,7 @@ class Hierarchy:
         made_of, self._made_of = self._made_of, (self.target.revision, self._level_0.revision)
         if made_of == self._made_of:
             return
-        # On a GPU the number of sequences that fit is measured next; on a CPU a new program collects.
-        self.release(collect=self.target.device.type == "cuda")
+        self.release()
         self._planned, self.facts = None, ModelFacts.of(self.target, self.draft, self.own_drafter)
         if made_of[0] != self.target.revision:
             self.prefixes.clear()
@@ -399,20 +398,15 @@ class Hierarchy:
         _LOG.warning("device memory ran out; going on with less: %s", what)
         return True
 
-    def release(self, collect: bool = True) -> None:
-        """Frees the buffers of the last request, and every offloaded cache of these models.
-
-        Args:
-            collect: whether to run the garbage collector too, which takes a few tenths of a second.
-        """
+    def release(self) -> None:
+        """Frees the buffers of the last request, and every offloaded cache of these models."""
         for program in self._offloaded:
             program.cache.close()
         self._offloaded.clear()
         self._beside.clear()
         self.last_program = self._serves = None
         self.level_one.drop()
-        if collect:
-            free_memory()
+        free_memory()
 
     # Programs
 

@@ -18,12 +18,13 @@ def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Ma
 
     No other reference to the object may exist.
     """
-    if kept:
-        try:
-            return make(kept[0])
-        except torch.OutOfMemoryError as error:
-            # The traceback's frames hold tensors.
-            error.__traceback__ = None
+    if not kept:
+        return make(None)
+    try:
+        return make(kept[0])
+    except torch.OutOfMemoryError as error:
+        # The traceback's frames hold tensors.
+        error.__traceback__ = None
     kept.clear()
     free_memory()
     return make(None)
