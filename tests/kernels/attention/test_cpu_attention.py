@@ -192,7 +192,6 @@ def test_prepared_calls_run_later_on_another_thread(way: str) -> None:
         expected, expected_lse, allowed = definition(q, *kv, 0.1, way)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
-    assert attend.seconds > 0
 
 
 @needs_kernel

@@ -55,7 +55,6 @@ def test_states_are_those_of_the_definition(
         assert not out[1].any()
         assert (lse[1] == -torch.inf).all()
     assert attention.bytes == 2 * (kv[0].nbytes + kv[2].nbytes)
-    assert attention.seconds > 0
     attention.close()
 
 
@@ -203,7 +202,6 @@ def test_every_slot_is_attended_to_by_the_cpu_or_streamed_or_resident() -> None:
                 on_host = max(0, store.base[b] - store.resident_slots[layer])
                 assert abs(on_cpu.shape[0] - share * on_host) <= store.unit / 2
                 streamed += sum(p.kv.nbytes for p in pieces if not p.resident)
-        assert store.streamed_bytes(share) == streamed
         before = store.ring.bytes
         store.prefetch(share)
         for _ in store._schedule:

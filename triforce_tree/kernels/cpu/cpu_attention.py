@@ -37,7 +37,7 @@ class _Request(ctypes.Structure):
     """The struct ``Request`` of the C file."""
 
     _fields_: ClassVar = [
-        ("q", _P), ("keys", _P), ("values", _P), ("work", _P), ("out", _P), ("lse", _P), ("seconds", _P),
+        ("q", _P), ("keys", _P), ("values", _P), ("work", _P), ("out", _P), ("lse", _P),
         ("count", _LONG), ("stride", _LONG), ("heads", _INT), ("group", _INT), ("queries", _INT),
         ("dim", _INT), ("value_dim", _INT), ("threads", _INT), ("scale", ctypes.c_float),
     ]  # fmt: skip
@@ -102,9 +102,6 @@ class CpuAttention:
         way: instruction set, one of :func:`instructions`; None for the fastest.
         dtype: dtype of queries, keys, values and outputs, bf16 or fp16.
 
-    Attributes:
-        seconds: total duration of all calls, in seconds.
-
     Raises:
         OSError: the kernel cannot be built or used here.
     """
@@ -115,12 +112,7 @@ class CpuAttention:
         self._library, self._threads, self._dtype = _library(way, dtype), threads, dtype
         self._function = ctypes.cast(self._library.host_attention, _P).value or 0
         self._work = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._seconds = ctypes.c_double()
         self._pending: deque[tuple[_Request, Tensor]] = deque(maxlen=waiting)
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds.value
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
         """Prepares a C call that computes the attention when it runs.
@@ -171,7 +163,7 @@ class CpuAttention:
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         request = _Request(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
-            ctypes.addressof(self._seconds), count, k.stride(0) * k.itemsize, kv, group, queries,
+            count, k.stride(0) * k.itemsize, kv, group, queries,
             dim, value_dim, self._threads, scale,
         )  # fmt: skip
         self._pending.append((request, self._work))

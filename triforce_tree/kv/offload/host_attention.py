@@ -4,7 +4,6 @@ Queries are copied to the host, and an attention state comes back: the output of
 log-sum-exp, instead of keys and values. ``kernels/cpu/offload_attention.py`` computes it.
 """
 
-import time
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
@@ -81,7 +80,7 @@ class HostAttention:
         requests: of a pass, one for each layer and sequence.
 
     Attributes:
-        bytes, seconds: of keys and values attended to so far, and the time it took.
+        bytes: of keys and values attended to so far.
     """
 
     def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype, requests: int) -> None:
@@ -91,14 +90,9 @@ class HostAttention:
         # Four times as many: measuring stage costs queues three passes without waiting for one, and a pass
         # that was interrupted may have left its own in the queue.
         self._kernel = offload_attention.kernel(heads, dtype, 4 * requests)
-        self._torch_seconds = 0.0
         self._copy_stream = CopyStream(device)
         self._by_shape: dict[tuple[int, int], _Buffers] = {}
         self._submitted: _Buffers | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self._torch_seconds if self._kernel is None else self._kernel.seconds
 
     def submit(self, q: Tensor, kv: Sequence[Tensor], scale: float) -> None:
         """Copies queries to the host after all work queued on the device so far, and attends there.
@@ -127,12 +121,10 @@ class HostAttention:
         if self._kernel is not None:
             self._copy_stream.call(*self._kernel.call(q, *self.heads.split(kv), scale, out, lse))
             return
-        start = time.perf_counter()
         for target, result in zip(
             (out, lse), offload_attention.attend(q, *self.heads.split(kv), scale), strict=True
         ):
             target.copy_(result)
-        self._torch_seconds += time.perf_counter() - start
 
     def states(self) -> State:
         """Returns the result of the last request.

@@ -228,15 +228,6 @@ class HostStore:
         on_host = max(0, self.base[b] - self.resident_slots[layer])
         return self.base[b] - round(share * on_host / self.unit) * self.unit
 
-    def streamed_bytes(self, share: float) -> int:
-        """Returns the bytes that a pass copies to the device if the CPU attends to ``share`` of the slots."""
-        ends = (
-            self._end(layer, b, share) - self.resident_slots[layer]
-            for layer in range(self.layers)
-            for b in range(self.batch)
-        )
-        return sum(max(0, slots) * self.slot_bytes for slots in ends)
-
     def prefetch(self, share: float | None = None) -> None:
         """Begins to copy the first pieces of the next pass, after all writes to the host so far.
 
