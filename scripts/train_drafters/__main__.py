@@ -80,7 +80,7 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, folder: DrafterFolder, say: Callable[[str], None]) -> None:
         self.args, self.folder, self._say = args, folder, say
-        self.device = torch.device(args.device)
+        self.device, self.save, self.load = torch.device(args.device), folder.save, folder.restore
         self._began = time.monotonic()
 
     def log(self, **values: object) -> None:
@@ -88,12 +88,6 @@ class Training:
         row = {"call_seconds": round(time.monotonic() - self._began, 1), **values}
         self.folder.records.add(row)
         self._say(json.dumps(row))
-
-    def save(self, name: str, model: Any, spent: float) -> None:
-        self.folder.save(model, spent)
-
-    def load(self, name: str, model: Any) -> float:
-        return self.folder.restore(model)
 
     def precision(self) -> torch.autocast:
         """Products in bf16 on a GPU and on a CPU with AMX; weights are fp32."""
@@ -264,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> Record:
     total = 60 * args.minutes
     losses = Distillation(training, network, teacher, texts).losses
     until = folder.spent + args.seconds if args.seconds is not None else total
-    steps = fit(training, args.kind, network, losses, total, Schedule(0.5, args.warm_up, 0.02), [0.0], until)
+    steps = fit(training, network, losses, total, Schedule(0.5, args.warm_up, 0.02), until)
     # What is measured are the weights as they are saved.
     folder.restore(network)
     tokenizer = load_tokenizer(source)

@@ -1,9 +1,9 @@
-"""The loop of every training: a budget of seconds, a schedule of learning rates, and checkpoints."""
+"""The loop of a training: a budget of seconds, a schedule of learning rates, and checkpoints."""
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,15 +19,15 @@ Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
 
 
 class TrainingRun(Protocol):
-    """Lists what the loop needs of a process: see ``run.Run``."""
+    """Lists what the loop needs of a process."""
 
     args: argparse.Namespace
 
     def log(self, **row: object) -> None: ...
 
-    def save(self, name: str, model: Any, spent: float) -> None: ...
+    def save(self, model: Any, spent: float) -> None: ...
 
-    def load(self, name: str, model: Any) -> float:
+    def load(self, model: Any) -> float:
         """Restores a checkpoint, if there is one to go on from; the seconds already spent."""
 
 
@@ -53,30 +53,27 @@ class Schedule:
 
 def fit(
     run: TrainingRun,
-    name: str,
     model: nn.Module,
     losses: Losses,
     seconds: float,
     schedule: Schedule,
-    compiles: Sequence[float] = (),
     until: float = math.inf,
 ) -> int:
     """Trains a model for its seconds, or the steps in ``run.args``; returns the steps made.
 
     Args:
-        compiles: at what progress there is something new to compile, which the seconds do not include.
         until: the seconds after which this call ends, those of earlier calls included.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    args, spent, step = run.args, run.load(name, model), 0
+    args, spent, step = run.args, run.load(model), 0
     until = min(seconds, until)
     if spent >= until:
         return step
     optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
-    for progress in compiles:
-        losses(progress)[0].backward()
+    # What is compiled now, the seconds do not include.
+    losses(0.0)[0].backward()
     synchronize(optimizer.flat.device)
     optimizer.flat.zero_()
     begin, clock, saved = time.monotonic() - spent, spent, time.monotonic()
@@ -92,12 +89,12 @@ def fit(
             values = {"loss": loss.item(), "progress": progress, **figures}
             if not math.isfinite(values["loss"]):
                 raise FloatingPointError(f"loss {values['loss']} at step {step}; lower --muon-rate")
-            run.log(what=name, step=step, **{key: round(float(value), 4) for key, value in values.items()})
+            run.log(what="step", step=step, **{key: round(float(value), 4) for key, value in values.items()})
         step += 1
         if time.monotonic() - saved > args.save_every:
-            run.save(name, model, clock)
+            run.save(model, clock)
             saved = time.monotonic()
     # Of a training that --steps or ``until`` ended, the seconds that it did not take are left.
-    run.save(name, model, seconds if clock >= seconds else clock)
-    run.log(what=name, steps=step)
+    run.save(model, seconds if clock >= seconds else clock)
+    run.log(what="steps", steps=step)
     return step

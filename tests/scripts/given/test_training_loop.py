@@ -21,10 +21,10 @@ class Recorded:
     def log(self, **row: Any) -> None:
         self.rows.append(row)
 
-    def save(self, name: str, model: nn.Module, spent: float) -> None:
-        self.saved.append((name, spent))
+    def save(self, model: nn.Module, spent: float) -> None:
+        self.saved.append(spent)
 
-    def load(self, name: str, model: nn.Module) -> float:
+    def load(self, model: nn.Module) -> float:
         return self.spent
 
 
@@ -50,22 +50,21 @@ def test_rates_rise_hold_and_fall(script: Any) -> None:
 
 def test_a_training_of_some_steps_is_saved_with_its_seconds(script: Any) -> None:
     loop, net, run = script("train_pair.loop"), model(), Recorded(20)
-    assert loop.fit(run, "net", net, losses_of(net), 1e6, loop.Schedule(0.5, 1), [0.0]) == 20
+    assert loop.fit(run, net, losses_of(net), 1e6, loop.Schedule(0.5, 1)) == 20
     assert [row["step"] for row in run.rows[:-1]] == list(range(20))
     assert run.rows[-2]["loss"] < 0.7 * run.rows[0]["loss"]
-    ((name, spent),) = run.saved
-    assert name == "net"
+    [spent] = run.saved
     assert 0 < spent < 1e6
 
 
 def test_a_finished_training_is_not_repeated(script: Any) -> None:
     loop, net, run = script("train_pair.loop"), model(), Recorded(20, spent=5.0)
-    assert loop.fit(run, "net", net, losses_of(net), 5.0, loop.Schedule(0.5)) == 0
+    assert loop.fit(run, net, losses_of(net), 5.0, loop.Schedule(0.5)) == 0
     assert not run.saved
 
 
 def test_a_loss_that_is_not_finite_ends_a_training(script: Any) -> None:
     loop, net, run = script("train_pair.loop"), model(), Recorded(20)
     with pytest.raises(FloatingPointError, match="at step 0; lower --muon-rate"):
-        loop.fit(run, "net", net, losses_of(net, math.inf), 1e6, loop.Schedule(0.5))
+        loop.fit(run, net, losses_of(net, math.inf), 1e6, loop.Schedule(0.5))
     assert not run.saved
