@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from triforce_tree.check.own_forward import as_ids, greedy_scores, last_logits, prefilled
-from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.kv.cached_tokens import common_prefix
@@ -108,33 +107,17 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
     """Returns logits ``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the
-    engine's level 2.
+    engine's level 2. Nothing is committed.
     """
-    with engine.program([list(prompt)], len(more) + 1, None) as program:
+    count, shape = len(more) + 1, DeviceTreeShape((1,) * len(more), (((0, 0),),) * len(more))
+    with engine.program([list(prompt)], count, None) as program:
         program.prefill([prompt])
-        return target_logits(program, [prompt[-1], *more])
-
-
-def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
-    """Returns the logits of level 2, ``[T, V]``, over a chain of T tokens, the first of which is the root.
-
-    Nothing is committed. KV slots after the root are overwritten, as in any pass.
-
-    Args:
-        program: a program whose cache holds one sequence, which ends with ``tokens[0]``.
-    """
-    count = len(tokens)
-    tree = chain_of(program, count)
-    tree.tokens.copy_(torch.tensor([list(tokens)], device=program.device))
-    view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
-    root = program.state.length.clone()
-    view.begin(root)
-    logits = program.full(
-        tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent, indexed=view.indexed
-    )
-    return logits[0]
-
-
-def chain_of(program: DecodingProgram, count: int) -> TokenTree:
-    """Returns a chain of ``count`` nodes for one sequence, whose tokens are not set."""
-    return TokenTree.of(DeviceTreeShape((1,) * (count - 1), (((0, 0),),) * (count - 1)), 1, 0, program.device)
+        tree = TokenTree.of(shape, 1, 0, program.device)
+        tree.tokens.copy_(torch.tensor([[prompt[-1], *more]], device=program.device))
+        view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
+        root = program.state.length.clone()
+        view.begin(root)
+        logits = program.full(
+            tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent, indexed=view.indexed
+        )
+        return logits[0]
