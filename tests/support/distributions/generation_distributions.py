@@ -24,9 +24,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.draft_level import DraftLevel
-from triforce_tree.drafters.draft_window import RecomputedWindow
 from triforce_tree.drafters.token_map import TokenMap
-from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
@@ -132,9 +130,6 @@ class Generations:
             backend.cached.fed(b, self.prompt, 0)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.cache.means.update_all()
-        grown = getattr(drafter, "drafter", drafter)
-        if levels > 1 and isinstance(grown, TreeDrafter) and isinstance(grown.window, RecomputedWindow):
-            _cache_windows(grown.window)
 
     def distribution(
         self,
@@ -249,26 +244,6 @@ class Generations:
                 new = (*tokens, *more)
                 whole.append((new if language is None else language.cut(new), mass * chance))
         return summed(whole)
-
-
-def _cache_windows(window: RecomputedWindow) -> None:
-    """Copies draft windows that were computed before: all runs begin with the same one."""
-    prefill, known = window._prefill, dict[tuple[int, ...], list[Tensor]]()
-
-    def cached(b: int, tokens: list[int], first: int = 0) -> None:
-        if first:
-            prefill(b, tokens, first)
-            return
-        slots = [part[:, b, :, : len(tokens)] for part in window.store.kv]
-        key = tuple(tokens)
-        if key in known:
-            for part, old in zip(slots, known[key], strict=True):
-                part.copy_(old)
-        else:
-            prefill(b, tokens)
-            known[key] = [part.clone() for part in slots]
-
-    window._prefill = cached
 
 
 @torch.no_grad()
