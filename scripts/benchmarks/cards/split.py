@@ -44,13 +44,11 @@ from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from scripts.benchmarks.common.timing import timed
 from scripts.benchmarks.sources.registry import DOCUMENTATION, Texts
+from scripts.benchmarks.texts.grid import continued
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Ending
-from triforce_tree.decoding.sequence import Sequence as DecodedSequence
 from triforce_tree.kernels.ranks import all_reduce, merged_bytes, merged_over_ranks
 from triforce_tree.kv.backend import PromptRun
 from triforce_tree.kv.cached_tokens import common_prefix
@@ -296,9 +294,9 @@ def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, p
     with torch.no_grad(), engine.program([ids], new_tokens, greedy) as program:
         _, prefill = timed(program.device, lambda: program.prefill([ids]))
         for rounds in (None, 0):
-            _continued(program, ids, _WARM_UP, rounds)
-        ours, loop = _continued(program, ids, new_tokens, None)
-        plain, alone = _continued(program, ids, plain_tokens, 0)
+            continued(program, ids, 0.0, 0, _WARM_UP, rounds)
+        ours, loop = continued(program, ids, 0.0, 0, new_tokens, None)
+        plain, alone = continued(program, ids, 0.0, 0, plain_tokens, 0)
     distributed.check_equal({"tokens": ours})
     ms, plain_ms = (1e3 * d.decode_seconds / len(tokens) for d, tokens in ((loop, ours), (alone, plain)))
     return {
@@ -313,22 +311,6 @@ def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, p
         "equal_tokens": [common_prefix(ours, plain), len(plain)],
         "prefill_seconds": prefill,
     }
-
-
-def _continued(
-    program: DecodingProgram, prompt: list[int], count: int, rounds: int | None
-) -> tuple[list[int], DecodingLoop]:
-    """Returns new tokens, and the loop that made them; 0 rounds are plain decoding."""
-    loop, text = (
-        DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0),
-        DecodedSequence(prompt, Ending(count)),
-    )
-    if rounds is not None:
-        loop.policy.fixed = rounds
-    loop.begin([text], cached=True)
-    for _ in loop.decode():
-        pass
-    return text.new, loop
 
 
 def main(words: Sequence[str]) -> int:

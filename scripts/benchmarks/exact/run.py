@@ -27,7 +27,7 @@ from scripts.benchmarks.texts.grid import TimeLimit
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
 from triforce_tree.bench.results import Records, commit, hardware
-from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.bench.texts import evenly_spaced, pydoc_text, token_ids
 from triforce_tree.config import load_arguments
 from triforce_tree.runtime.executor import free_memory
 
@@ -76,16 +76,12 @@ class Comparison:
         if not jobs:
             return True
         engine = self._engine(mode)
-        text = token_ids(engine.tokenizer, pydoc_text())
-        if len(text) < self.args.prompt:
-            raise SystemExit(f"the text has {len(text):,} tokens, --prompt is {self.args.prompt:,}; lower it")
-        step = max(1, (len(text) - self.args.prompt) // self.count)
+        texts = evenly_spaced(token_ids(engine.tokenizer, pydoc_text()), self.args.prompt, self.count)
         try:
             for numbers in jobs:
                 if self.limit.reached():
                     return False
-                prompts = [list(text[n * step : n * step + self.args.prompt]) for n in numbers]
-                self._decode(engine, mode, numbers, prompts)
+                self._decode(engine, mode, numbers, [texts[n] for n in numbers])
                 done()
         finally:
             engine.close()

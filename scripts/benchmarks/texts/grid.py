@@ -108,6 +108,26 @@ class Grid:
         return engine
 
 
+def continued(
+    program: DecodingProgram, prompt: list[int], temperature: float, seed: int, new: int, rounds: int | None
+) -> tuple[list[int], DecodingLoop]:
+    """Returns the tokens after a prompt that the cache holds, and the loop that made them, which has learnt
+    nothing before. ``rounds`` 0 is plain decoding.
+    """
+    program.learnt.clear()
+    loop, text = (
+        DecodingLoop.over(program, ProbsFromLogits.at(temperature), seed),
+        Sequence(prompt, Ending(new)),
+    )
+    if rounds is not None:
+        loop.policy.fixed = rounds
+    loop.begin([text], cached=True)
+    synchronize(program.device)
+    for _ in loop.decode():
+        pass
+    return text.new, loop
+
+
 class TimeLimit:
     """Ends a run in time: whether the longest step so far would still fit.
 
@@ -265,18 +285,8 @@ class GridRun:
         rounds: int | None = None,
     ) -> Record:
         """Decodes after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
-        program.learnt.clear()
-        loop, sequence = (
-            DecodingLoop.over(program, ProbsFromLogits.at(temperature), seed),
-            Sequence(prompt, Ending(new)),
-        )
-        if rounds is not None:
-            loop.policy.fixed = rounds
-        loop.begin([sequence], cached=True)
-        synchronize(self.device)
-        for _ in loop.decode():
-            pass
-        tokens, levels, passes = sequence.new, loop.levels, loop.passes.total()
+        tokens, loop = continued(program, prompt, temperature, seed, new, rounds)
+        levels, passes = loop.levels, loop.passes.total()
         measured: Record = {
             "ms_per_token": 1e3 * loop.decode_seconds / len(tokens),
             "tokens_per_pass": len(tokens) / passes,
