@@ -1,6 +1,7 @@
 """The adapter for lm-evaluation-harness, beside the harness's own model over transformers."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,11 +72,15 @@ def test_long_texts_are_scored_in_windows(ours: Any, theirs: Any, monkeypatch: p
     assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-2)
 
 
-def test_greedy_texts_end_before_stop_strings(ours: Any, theirs: Any) -> None:
+def test_greedy_texts_end_before_stop_strings(
+    ours: Any, theirs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     until = {"max_gen_toks": 24, "until": ["e"], "do_sample": False}
     long = {"max_gen_toks": 16, "until": ["\n\n\n"], "temperature": 0.0}
     asked = instances((TEXT, long), (TEXT[:200], until), (TEXT[:300], long), (TEXT[:400], until))
-    texts = ours.generate_until(asked)
+    with caplog.at_level("INFO", "lm_eval"):
+        texts = ours.generate_until(asked)
+    assert re.search(r"\d+ new tokens at [\d.]+ ms each .*, [\d.]+ in each pass", caplog.text)
     assert texts == theirs.generate_until(asked)
     assert not any("e" in text for text in (texts[1], texts[3]))
 

@@ -22,7 +22,7 @@ def pydoc_text() -> str:
 
 
 def dataset_texts(name: str, split: str = "test", column: str = "text") -> Iterator[str]:
-    """Yields the documents of a Hugging Face data set.
+    """Yields the documents of a Hugging Face data set. A record's list of texts (``turns``) is one document.
 
     Args:
         name: a name on the hub, a folder, or a single file (:data:`ROWS`), for which ``split`` has no effect.
@@ -37,11 +37,12 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
             raise ValueError(
                 f"data set {name!r} has no column {column!r}; its columns: {', '.join(sorted(row))}"
             )
-        if not isinstance(row[column], str):
+        texts = row[column] if isinstance(row[column], list) else [row[column]]
+        if not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"column {column!r} of data set {name!r} holds {row[column]!r}, no text; name another"
             )
-        yield row[column]
+        yield "\n\n".join(texts)
 
 
 def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:

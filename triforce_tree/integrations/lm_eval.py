@@ -8,6 +8,7 @@ command line. A Python program only imports it, and names ``triforce_tree`` as t
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -24,6 +25,8 @@ from triforce_tree.check.own_forward import token_logprobs
 from triforce_tree.config import load_arguments
 
 NAME = "triforce_tree"
+# The harness shows what its own loggers say.
+_LOG = logging.getLogger("lm_eval.triforce_tree")
 # Longest input of models whose configuration has no limit.
 _POSITIONS = 2048
 
@@ -132,6 +135,8 @@ class TriforceTreeLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the texts after the contexts, each up to its first stop string."""
         texts: dict[int, str] = {}
+        tokens = passes = 0
+        seconds = 0.0
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until")
         for numbers in self._batches(requests):
             given = requests[numbers[0]].args[1]
@@ -145,6 +150,9 @@ class TriforceTreeLM(TemplateLM):
                 )
             prompts = [self.tok_encode(requests[n].args[0])[-(self.max_length - new) :] for n in numbers]
             out = self.engine.generate(prompts, max_new_tokens=new, stop_strings=until or None, **options)
+            target = next(level for level in out.levels or () if level.name == "target")
+            tokens, passes = tokens + target.emitted, passes + target.forwards
+            seconds += out.decode_seconds or 0.0
             made = [out.text] if isinstance(out.text, str) else out.text or []
             for number, text in zip(numbers, made, strict=True):
                 # The engine's texts contain the stop string that ended them.
@@ -154,6 +162,11 @@ class TriforceTreeLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
             bar.update(len(numbers))
         bar.close()
+        if tokens:
+            _LOG.info(
+                f"{tokens:,} new tokens at {1e3 * seconds / tokens:.2f} ms each without the prompts, "
+                f"{tokens / passes:.2f} in each pass of the target"
+            )
         return [texts[number] for number in range(len(requests))]
 
     def _batches(self, requests: Sequence[Instance]) -> Iterator[list[int]]:

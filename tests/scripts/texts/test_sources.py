@@ -138,12 +138,18 @@ def test_a_copied_prompt_ends_inside_a_passage_that_goes_on(context: int) -> Non
     assert made[-coming:] == list(range(made[-1] - coming + 1, made[-1] + 1))
 
 
-@pytest.mark.parametrize("held", ["null", "5", '["a"]'])
+@pytest.mark.parametrize("held", ["null", "5", "[]", "[1]"])
 def test_a_column_of_something_else_than_text_is_refused(tmp_path: Path, held: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"text": {held}}}\n')
     with pytest.raises(ValueError, match=r"column 'text' of data set .* no text; name another"):
         list(dataset_texts(str(file)))
+
+
+def test_several_texts_of_a_record_are_one_document(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"turns": ["a", "b"]}\n{"turns": ["c"]}\n')
+    assert list(dataset_texts(str(file), column="turns")) == ["a\n\nb", "c"]
 
 
 def test_prompts_are_cut_evenly_and_too_few_tokens_are_refused() -> None:
