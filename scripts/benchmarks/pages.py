@@ -62,10 +62,10 @@ PAGES = {
             "Turns of a coding agent", "conversation_agent_cpu",
             "The prompt of each turn is the recorded history: the engine prefills what the agent and its "
             "tools wrote since the turn before, and generates a reply that the next turn ignores. Where the "
-            "text crosses a multiple of 1,024 tokens, the first token also waits for new buffers. The "
-            "embedded pair is no agent: its greedy replies often repeat themselves, as the share of 8-grams "
-            "that occur earlier in the same reply shows, and such text is easy to draft. The picture shows "
-            "the turns of the conversation alone.",
+            "text outgrows the buffers, the first token also waits for larger ones. The embedded pair is no "
+            "agent: its greedy replies often repeat themselves, as the share of 8-grams that occur earlier "
+            "in the same reply shows, and such text is easy to draft. The picture shows the turns of the "
+            "conversation alone.",
             "conversation_cpu.png",
         ),
         Section(
