@@ -200,9 +200,9 @@ def test_random_requests_get_the_replies_that_they_get_alone(
     assert report.idle
 
 
-@pytest.mark.parametrize("requests", [40, pytest.param(300, marks=pytest.mark.slow)])
-def test_clients_that_leave_leave_nothing_behind(requests: int) -> None:
+def test_clients_that_leave_leave_nothing_behind() -> None:
     """In a process of its own, whose memory other tests do not use."""
+    requests = 100
     words = [sys.executable, "-m", "scripts.checks.many_requests", str(requests), "12"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
