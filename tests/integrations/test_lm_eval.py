@@ -72,6 +72,12 @@ def test_long_texts_are_scored_in_windows(ours: Any, theirs: Any, monkeypatch: p
     assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-2)
 
 
+def test_a_beam_search_reports_no_passes(ours: Any) -> None:
+    how = {"max_gen_toks": 6, "until": [], "do_sample": True, "temperature": 1.0, "num_beams": 2}
+    [text] = ours.generate_until(instances((TEXT[:200], how)))
+    assert text
+
+
 def test_greedy_texts_end_before_stop_strings(
     ours: Any, theirs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

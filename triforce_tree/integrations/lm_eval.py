@@ -150,9 +150,11 @@ class TriforceTreeLM(TemplateLM):
                 )
             prompts = [self.tok_encode(requests[n].args[0])[-(self.max_length - new) :] for n in numbers]
             out = self.engine.generate(prompts, max_new_tokens=new, stop_strings=until or None, **options)
-            target = next(level for level in out.levels or () if level.name == "target")
-            tokens, passes = tokens + target.emitted, passes + target.forwards
-            seconds += out.decode_seconds or 0.0
+            # A beam search counts no passes.
+            for level in out.levels or ():
+                if level.name == "target":
+                    tokens, passes = tokens + level.emitted, passes + level.forwards
+                    seconds += out.decode_seconds or 0.0
             made = [out.text] if isinstance(out.text, str) else out.text or []
             for number, text in zip(numbers, made, strict=True):
                 # The engine's texts contain the stop string that ended them.
