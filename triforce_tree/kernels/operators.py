@@ -51,12 +51,13 @@ def operator(
     def register_operator(function: Callable[P, R]) -> Operator[P, R]:
         schema = torch.library.infer_schema(function, mutates_args=writes)
         _LIBRARY.define(name + schema)
-        serves = _zeros_if_not_launched(function) if triton is None else function
+        serves = _or_compiles(function) if triton is None else function
         _LIBRARY.impl(name, serves, "CompositeExplicitAutograd")
         if triton is not None:
-            _LIBRARY.impl(name, _launcher(triton, function, name), "CUDA")
+            launch = _launcher(triton, function.__module__, name)
+            _LIBRARY.impl(name, _or_compiles(launch, function), "CUDA")
         if cpu is not None:
-            _LIBRARY.impl(name, _launcher(cpu, function, name), "CPU")
+            _LIBRARY.impl(name, _launcher(cpu, function.__module__, name), "CPU")
         if schema.endswith("-> ()"):
             fake(name)(lambda *_, **__: None)
         overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
@@ -72,26 +73,29 @@ def operator(
     return register_operator
 
 
-def _launcher(module: str, definition: Callable[..., Any], name: str) -> Callable[..., Any]:
-    beside = definition.__module__
-
+def _launcher(module: str, beside: str, name: str) -> Callable[..., Any]:
     @cache
     def function() -> Callable[..., Any]:
         return cast(Callable[..., Any], getattr(import_module(module, beside.rpartition(".")[0]), name))
 
+    return lambda *args, **kwargs: function()(*args, **kwargs)
+
+
+def _or_compiles(
+    launch: Callable[..., Any], definition: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Returns ``launch`` with the results of the definition, or with zeros if there is none, where launches
+    only compile their kernels.
+    """
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        out = function()(*args, **kwargs)
-        return definition(*args, **kwargs) if compiles_only() else out
-
-    return call
-
-
-def _zeros_if_not_launched(launch: Callable[P, R]) -> Callable[P, R]:
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         out = launch(*args, **kwargs)
-        if compiles_only():
-            for each in (out,) if isinstance(out, Tensor) else cast(Any, out) or ():
-                each.zero_()
+        if not compiles_only():
+            return out
+        if definition is not None:
+            return definition(*args, **kwargs)
+        for each in (out,) if isinstance(out, Tensor) else out or ():
+            each.zero_()
         return out
 
     return call
