@@ -34,7 +34,7 @@ class FewRowLinear(nn.Module):
         linear: the layer to replace.
     """
 
-    stands_for = nn.Linear
+    bits = 16
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -71,8 +71,6 @@ class LowBitLinear(nn.Module):
         bits: 8 or 4.
     """
 
-    stands_for = nn.Linear
-
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
@@ -107,6 +105,9 @@ class LowBitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+FewRow = FewRowLinear | LowBitLinear
 
 
 def with_linears(

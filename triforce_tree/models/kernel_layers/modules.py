@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
-from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
+from triforce_tree.models.few_row import FewRow
 from triforce_tree.models.kernel_layers.residual import Part, Structure, forward_by, structure_of
 from triforce_tree.models.model_copy import (
     ROTARY,
@@ -98,7 +98,7 @@ class KernelLayers:
         names = {module: name for name, module in copy.named_modules()}
 
         def covers(module: nn.Module) -> bool:
-            if isinstance(module, FewRowLinear | LowBitLinear | nn.Dropout):
+            if isinstance(module, FewRow | nn.Dropout):
                 return True
             if self._replacement(names[module], module) is None:
                 return False
@@ -114,8 +114,9 @@ class KernelLayers:
 
 
 def _types(module: nn.Module) -> tuple[type, ...]:
-    children = (getattr(child, "stands_for", type(child)) for child in module._modules.values())
-    return type(module), *children
+    # Few-row linears stand for those of the model.
+    children = module._modules.values()
+    return type(module), *(nn.Linear if isinstance(each, FewRow) else type(each) for each in children)
 
 
 def _stand_in(module: nn.Module, **changed: Any) -> Any:

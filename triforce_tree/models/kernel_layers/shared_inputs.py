@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
+from triforce_tree.models.few_row import FewRow
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -26,15 +26,14 @@ def share_inputs(model: nn.Module) -> None:
     for module in model.modules():
         for names in _GROUPS:
             group = [module._modules.get(name) for name in names]
-            if all(isinstance(each, FewRowLinear | LowBitLinear) for each in group) and _fit(group):
+            if all(isinstance(each, FewRow) for each in group) and _fit(group):
                 _Shared(group)
 
 
 def _fit(group: Sequence[Any]) -> bool:
     """Returns whether layers can be computed together, and have no hooks, which must run before each one."""
     alike = all(
-        (type(a), a.in_features, a.bias is None, getattr(a, "bits", 16))
-        == (type(b), b.in_features, b.bias is None, getattr(b, "bits", 16))
+        (type(a), a.in_features, a.bias is None, a.bits) == (type(b), b.in_features, b.bias is None, b.bits)
         for a, b in pairwise(group)
     )
     return alike and not any(each._forward_pre_hooks or each._forward_hooks for each in group)
@@ -67,7 +66,7 @@ class _Shared:
     def _together(self, x: Tensor) -> Sequence[Tensor]:
         from triforce_tree.kernels.linear.launch import linears
 
-        group, bits = self._group, getattr(self._group[0], "bits", 16)
+        group, bits = self._group, self._group[0].bits
         words = [each.weight if bits == 16 else each.words for each in group]
         scales = [] if bits == 16 else [each.scales for each in group]
         biases = [] if group[0].bias is None else [each.bias for each in group]
