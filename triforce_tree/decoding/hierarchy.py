@@ -273,11 +273,11 @@ class Hierarchy:
             return 2
         return config.levels_for(prompt_tokens)
 
-    def rounded(self, max_seq_len: int) -> int:
-        """Returns ``max_seq_len`` rounded up, so that the buffers serve longer sequences too, but at most to
-        the model's number of positions.
+    def rounded(self, max_seq_len: int, more: int = 0) -> int:
+        """Returns ``max_seq_len + more`` rounded up, so that the buffers serve longer sequences too, but at
+        most to the model's number of positions.
         """
-        rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
+        rounded = -(-(max_seq_len + more) // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
 
     def together(self, settings: Sequence[ProbsFromLogits], prompts: Sequence[Sequence[int]]) -> bool:
@@ -479,8 +479,7 @@ class Hierarchy:
 
         Such texts are likely to grow on, and on a GPU the stages of a program take seconds.
         """
-        longer = max_seq_len + max_seq_len // 2
-        longer = max(max_seq_len, min(longer, self.target.max_positions or longer))
+        longer = self.rounded(max_seq_len, max_seq_len // 2)
         fits = has_room(self.target, self.draft, self.config, batch, longer)
         return longer if fits else max_seq_len
 

@@ -66,8 +66,7 @@ def check_every_rank(
     """
     if distributed.current() is None:
         return
-    sizes = Sizes.of(target, draft, config, None)
-    needed = batch * -(-tokens // config.text_ranks) * sizes.row * sizes.full_layers
+    needed = _kv_bytes(target, draft, config, batch, tokens)
     free = distributed.all_gather_object(free_bytes(target.device))
     if needed > min(free):
         raise DoesNotFitError(
@@ -81,8 +80,15 @@ def has_room(
     target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int, tokens: int
 ) -> bool:
     """Returns whether keys and values of ``batch`` sequences take at most half of the device's free bytes."""
+    return 2 * _kv_bytes(target, draft, config, batch, tokens) <= free_bytes(target.device)
+
+
+def _kv_bytes(
+    target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int, tokens: int
+) -> int:
+    """Returns the bytes of the keys and values of ``batch`` sequences on each rank."""
     sizes = Sizes.of(target, draft, config, None)
-    return 2 * batch * tokens * sizes.row * sizes.full_layers <= free_bytes(target.device)
+    return batch * -(-tokens // config.text_ranks) * sizes.row * sizes.full_layers
 
 
 def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:
