@@ -13,6 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.support.models.look_alikes import DoubledNorm
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host.layers import use_fused_layers
@@ -72,21 +73,10 @@ def test_logits_equal_transformers(config: type, expected: set[str], tokens: int
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-class Doubled(nn.Module):
-    """Looks like an RMS norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(48)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * nn.functional.rms_norm(x, (48,), self.weight, self.eps)
-
-
 def test_what_computes_otherwise_is_left_alone() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
     layer = model.model.layers[0]
-    layer.input_layernorm = Doubled()
+    layer.input_layernorm = DoubledNorm(48)
     layer.mlp.act_fn = nn.GELU()
     layer.post_attention_layernorm.variance_epsilon = 1e-3
     clone, changed = fused(model)

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.support.kernels import triton_ops
+from tests.support.models.look_alikes import DoubledNorm
 from triforce_tree.kernels.norm import reference as norms
 from triforce_tree.kernels.pointwise import reference as pointwise
 from triforce_tree.models.kernel_layers.modules import KernelLayers
@@ -121,17 +122,6 @@ def test_logits_of_the_kernels(config: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert Counter(calls) == {"row_rms_norm": 3, "add_rms_norm": 2, "rotary": 2, "gated": 2}
 
 
-class Doubled(nn.Module):
-    """Looks like an RMS norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(64)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * nn.functional.rms_norm(x, (64,), self.weight, self.eps)
-
-
 class Shifted(nn.Module):
     """An activation that is none of ours."""
 
@@ -142,7 +132,7 @@ class Shifted(nn.Module):
 def test_what_computes_otherwise_is_left_alone() -> None:
     model = made(LlamaConfig, torch.float32)
     layer = model.model.layers[0]
-    layer.input_layernorm = Doubled()
+    layer.input_layernorm = DoubledNorm(64)
     layer.mlp.act_fn = Shifted()
     layer.post_attention_layernorm.variance_epsilon = 1e-3
     clone, changed = replaced(model)
@@ -157,7 +147,7 @@ def test_modules_exchanged_since_keep_their_forwards() -> None:
     layers = KernelLayers(model)
     seen: list[Tensor] = []
     model.model.layers[0].mlp.act_fn = Shifted()
-    model.model.layers[0].input_layernorm = Doubled()
+    model.model.layers[0].input_layernorm = DoubledNorm(64)
     model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda *args: seen.append(args[2]))
     clone = shallow_copy(model)
     layers.attach(clone)
