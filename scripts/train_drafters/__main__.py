@@ -6,11 +6,11 @@
     python -m scripts.train_drafters --kind draft --target TARGET --data data/tokens.npz --out draft \
         --contexts 4096 --tokens 32768 --evaluate 4096          # --tokens 4096 --segments 4 on a CPU
 
-TARGET is a folder, a GGUF file or a hub id; ``pair`` is the embedded target. The drafter learns the target's
-distribution at every depth that it drafts: cross-entropy first, then also the overlap sum of min(p, q), the
-probability that a token is accepted at T = 1. Hidden states of the target are computed on the fly, on texts
-of all ``--contexts``, and the drafter reads them through sinks and a window as it does while decoding, so
-that acceptance does not fall with the length of the text.
+TARGET is a folder, a GGUF file or a hub id; without ``--target`` it is the embedded target. The drafter
+learns its distribution at every depth that it drafts: cross-entropy first, then also the overlap sum of
+min(p, q), the probability that a token is accepted at T = 1. Hidden states of the target are computed on the
+fly, on texts of all ``--contexts``, and the drafter reads them through sinks and a window as it does while
+decoding, so that acceptance does not fall with the length of the text.
 
 ``--out`` gets ``config.json`` and ``model.safetensors`` in the published layout, for
 ``triforce_tree.load(TARGET, drafter=OUT)``. For ``--kind mtp`` it gets a checkpoint of the target with the
@@ -171,7 +171,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--kind", choices=list(KINDS), default="eagle3", help="what to train")
-    add("--target", default="pair", help="folder, GGUF file or hub id; pair: the embedded target")
+    add("--target", default=str(PAIR / "target"), help="folder, GGUF file or hub id of the target")
     add("--data", type=Path, required=True, help="tokens by kind of text, which text.py writes")
     add("--written", type=Path, help="tokens that the target wrote, by kinds.samples")
     add("--written-share", type=float, default=0.4, help="of the texts, from that file")
@@ -238,9 +238,8 @@ def main(words: Sequence[str] | None = None) -> Record:
     args = arguments(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    source = str(PAIR / "target") if args.target == "pair" else args.target
     device = torch.device(args.device)
-    model = load_model(source, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = load_model(args.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     teacher = Teacher(model)
     longest, most = max([*args.contexts, *args.evaluate]), teacher.positions
     if longest > most:
@@ -261,7 +260,7 @@ def main(words: Sequence[str] | None = None) -> Record:
     steps = fit(training, network, losses, total, Schedule(0.5, args.warm_up, 0.02), until)
     # What is measured are the weights as they are saved.
     folder.restore(network)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(args.target)
     if isinstance(network, MtpTraining | DraftTraining):
         network.complete(folder.path, tokenizer)
     ids = token_ids(tokenizer, pydoc_text()) if args.evaluate else []

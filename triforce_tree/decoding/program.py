@@ -356,8 +356,9 @@ class DecodingProgram:
         if view is not None and not self.shapes[shape].matched:
             if shape:
                 view = view.resized(nodes, draft.tree.depths.tolist())
-            verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
             for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
+                # A verifier knows the outputs of one captured forward.
+                verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
                 stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
         if view is None or self.two_levels:
             verifier = Verifier(self.full, to_probs, state, nodes, vocabulary)
