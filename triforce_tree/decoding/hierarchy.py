@@ -49,7 +49,7 @@ _MAX_SEQ_LEN_STEP = 1024
 # The most configurations whose trees are remembered: requests of different lengths may have different ones.
 _MOST_CONFIGS = 64
 # The most programs for other numbers of sequences; a batch of up to 512 that prompts join has as many.
-_MOST_BESIDE = 4
+_MOST_BESIDE = 8
 _LOG = logging.getLogger(__name__)
 
 

@@ -16,7 +16,7 @@ from triforce_tree.trees.device_shapes import pass_limits
 # Sequences without a pool, each of which has slots for the longest text, whether it is there or not.
 _MOST_ALONE = 8
 # Stages of several kinds of sampling, and for fewer places, take so many times the memory of one kind.
-_WORKSPACES = 2
+_WORKSPACES = 3
 
 
 def sizes_of(most: int) -> list[int]:
@@ -26,7 +26,7 @@ def sizes_of(most: int) -> list[int]:
     """
     sizes = [most]
     while sizes[-1] > 2:
-        sizes.append(-(-sizes[-1] // 4))
+        sizes.append(-(-sizes[-1] // 2))
     return sizes[::-1]
 
 
