@@ -19,6 +19,7 @@ from triforce_tree.server.scheduler import Limits
 pytestmark = pytest.mark.gpu
 
 WARM, SHORTER = 6000, 3000
+_PREPARING = 300.0  # seconds, where kernels have to be compiled
 
 
 @contextmanager
@@ -26,7 +27,8 @@ def served(warm_up: tuple[int, ...], **options: Any) -> Iterator[str]:
     """Yields the address of a server of the embedded pair."""
     engine = triforce_tree.load(device="cuda", levels=3, budget=1024, advanced={"chunk": 8, **options})
     limits = Limits(batch=4, batch_tokens=20_000, new_tokens=512)
-    with serving(create_app(engine, Served("pair", limits=limits, warm_up=warm_up))) as (address, _):
+    app = create_app(engine, Served("pair", limits=limits, warm_up=warm_up))
+    with serving(app, patience=_PREPARING) as (address, _):
         yield address
     engine.close()
 
