@@ -51,7 +51,7 @@ def test_requests_are_answered_after_the_warm_up(engine: Engine) -> None:
         begins.join(PATIENCE)
         assert seen[-1] == (200, {"status": "ok"})
         [why] = refused
-        assert "preparing sampled decoding after a prompt of 64 tokens; ask again" in why
+        assert "preparing greedy decoding after a prompt of 64 tokens; ask again" in why
         # Nothing of the warm-up is counted.
         assert metric(url, "new_tokens_total") == metric(url, "sequences_total") == 0
         client_of(url).completions.create(model=NAME, prompt=PROMPT, max_tokens=3)

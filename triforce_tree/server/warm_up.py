@@ -13,11 +13,10 @@ from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
 # Tokens of the short prompt, and new tokens: enough passes for each of their stages to be used.
 _SHORT, _NEW = 64, 24
 _LOOK = 0.05
-# Fields of requests. Stages for some that draw and some that do not serve every mixture of these options.
+# Fields of requests. Stages for some that draw and some that do not serve every batch without other options.
 _KINDS: dict[str, list[dict[str, object]]] = {
-    "sampled": [{"temperature": 1}],
     "greedy": [{"temperature": 0}],
-    "mixed": [{"temperature": 0.6, "top_p": 0.9}, {"temperature": 0}],
+    "sampled": [{"temperature": 0.6, "top_p": 0.9}, {"temperature": 0}],
 }
 
 
@@ -33,10 +32,11 @@ def default_prompts(engine: Engine, batch_tokens: int) -> tuple[int, ...]:
 def warm_up(
     engine: Engine, scheduler: Scheduler, lengths: Collection[int], said: Callable[[str], None]
 ) -> None:
-    """Decodes after prompts of these lengths, in tokens, by each kind of sampling that most requests have.
+    """Decodes after prompts of these lengths, in tokens.
 
     The longest prompt comes last, because the buffers of the last batch are kept. On a GPU short prompts
-    follow in batches of each number of places. If the scheduler is stopped, the warm-up ends.
+    follow in batches of each number of places, by each kind of sampling that most requests have. If the
+    scheduler is stopped, the warm-up ends.
 
     Args:
         engine: the engine of the scheduler; it has a tokenizer.
@@ -49,37 +49,33 @@ def warm_up(
     most, positions = scheduler.limits.new_tokens, engine.target.max_positions
     longest = max(lengths) if positions is None else max(1, positions - most)
     ids = surrounding(engine.tokenizer, pydoc_text(), max(lengths), "warm-up")
-    steps = [(1, length) for length in sorted({min(length, longest) for length in lengths})]
+    steps = [(1, length, "greedy") for length in sorted({min(length, longest) for length in lengths})]
     if engine.target.device.type == "cuda":
-        steps += [
-            (min(places, scheduler.limits.waiting), min(_SHORT, longest))
-            for places in sizes_of(scheduler.batch)
-        ]
-    for places, length in steps:
+        sizes = [min(places, scheduler.limits.waiting) for places in sizes_of(scheduler.batch)]
+        steps += [(places, min(_SHORT, longest), how) for places in sizes for how in _KINDS]
+    for places, length, how in steps:
         new = most if positions is None else min(most, positions - length)
-        # Sampled first: a program that first gets seeded sequences drops the stages that it has.
-        for how, options in _KINDS.items():
-            several = f"{places} prompts" if places > 1 else "a prompt"
-            step = f"preparing {how} decoding after {several} of {length:,} tokens"
-            said(step)
-            with logged(step):
-                try:
-                    asked = [options[number % len(options)] for number in range(places)]
-                    problem = _decoded(scheduler, ids[:length], new, asked)
-                except ClosedError:
-                    return
-            if problem is not None:
-                raise ValueError(
-                    f"the warm-up with {several} of {length:,} tokens failed ({problem}); give "
-                    "--warm-up-tokens smaller numbers, or 0 for no warm-up"
-                ) from problem
-            with engine.generation():
-                program = engine.last_program
-                if program is not None:
-                    # Acceptance in a few tokens of one text says little about the texts of clients.
-                    program.learnt.clear()
-                    if program.makes_slowly:
-                        program.prepare_shapes()
+        several = f"{places} prompts" if places > 1 else "a prompt"
+        step = f"preparing {how} decoding after {several} of {length:,} tokens"
+        said(step)
+        with logged(step):
+            try:
+                asked = [_KINDS[how][number % len(_KINDS[how])] for number in range(places)]
+                problem = _decoded(scheduler, ids[:length], new, asked)
+            except ClosedError:
+                return
+        if problem is not None:
+            raise ValueError(
+                f"the warm-up with {several} of {length:,} tokens failed ({problem}); give "
+                "--warm-up-tokens smaller numbers, or 0 for no warm-up"
+            ) from problem
+        with engine.generation():
+            program = engine.last_program
+            if program is not None:
+                # Acceptance in a few tokens of one text says little about the texts of clients.
+                program.learnt.clear()
+                if program.makes_slowly:
+                    program.prepare_shapes()
 
 
 def _decoded(
