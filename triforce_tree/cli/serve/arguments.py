@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--max-waiting", type=positive, default=64, help="texts in the queue before 429")
     parser.add_argument(
         "--max-batch", type=positive, metavar="N",
-        help="sequences decoded together, fewer if memory is short; by default 8 on a GPU, 16 on a CPU",
+        help="sequences decoded together, fewer if memory is short; by default 32 on a GPU, 16 on a CPU",
     )  # fmt: skip
     parser.add_argument(
         "--max-batch-tokens", type=positive, metavar="N",
