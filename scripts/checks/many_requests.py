@@ -35,8 +35,10 @@ from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import Limits
 
 _NAME, _PATIENCE, _ALL = "pair", 300.0, 10**6
-# Tokens of the prompts (several chunks of a prefill among them), new tokens, number of different requests.
-_LENGTHS, _NEW, _DIFFERENT = (5, 40, 90, 200, 700), (1, 6, 24), 50
+# Tokens of the prompts (several chunks of a prefill among them), and new tokens.
+_LENGTHS, _NEW = (5, 40, 90, 200, 700), (1, 6, 24)
+# Most different requests, and how often each is sent at least, on average. Each is first sent alone.
+_DIFFERENT, _EACH = 50, 4
 # Fields of requests, each with the share of requests that have it, and its value.
 _FIELDS: list[tuple[float, dict[str, Any]]] = [
     (0.2, {"top_p": 0.8}), (0.2, {"top_k": 7}), (0.1, {"min_p": 0.02}), (0.2, {"frequency_penalty": 0.9}),
@@ -98,7 +100,7 @@ def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
     text = surrounding(engine.tokenizer, pydoc_text(), 4 * sum(_LENGTHS), "the check")
     prompts = [text[n * length : (n + 1) * length] for length in _LENGTHS for n in range(3)]
     draw, report = random.Random(seed), Report()
-    bodies = [_body(draw, prompts) for _ in range(_DIFFERENT)]
+    bodies = [_body(draw, prompts) for _ in range(min(_DIFFERENT, requests // _EACH))]
 
     async def one(client: aiohttp.ClientSession, draw: random.Random, alone: list[_Reply]) -> str:
         number = draw.randrange(len(bodies))
