@@ -127,7 +127,7 @@ def test_long_log_probabilities_do_not_hold_the_others(process: Process) -> None
 
 def test_processes_that_read_and_are_ended_are_started_again(process: Process) -> None:
     # A request soon after meets processes that are still ending.
-    for _ in range(5):
+    for _ in range(3):
         process.kill_readers()
         for _ in range(2):
             status, answer = process.post(TEXT, body(prompt=PROMPT, temperature=0))

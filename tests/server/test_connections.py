@@ -20,7 +20,9 @@ from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.connections import Connection
 from triforce_tree.server.graceful import GracefulServer
 from triforce_tree.server.replies import ChatReply
+from triforce_tree.server.scheduler import Limits
 
+ALL_SIGNS, PAGE = "".join(map(chr, range(33, 127))), "https://example.org"
 BODY = json.dumps({"model": NAME, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
 
 
@@ -62,10 +64,16 @@ def test_keys_that_headers_do_not_hold_are_refused_at_start(engine: Engine, key:
     assert not key.strip() or repr(key) not in str(raised.value)
 
 
-def test_keys_of_all_signs_work_from_openais_client(engine: Engine) -> None:
-    key = "".join(map(chr, range(33, 127)))
-    with serving(create_app(engine, Served(NAME, key, LIMITS))) as (url, _):
-        assert client_of(url, key).models.list().data[0].id == NAME
+@pytest.fixture(scope="module")
+def other_url(engine: Engine) -> Iterator[str]:
+    """A server with another key, an allowed origin, and as many new tokens as the context holds."""
+    served = Served(NAME, ALL_SIGNS, Limits(new_tokens=10**9), origins=(PAGE,))
+    with serving(create_app(engine, served)) as (url, _):
+        yield url
+
+
+def test_keys_of_all_signs_work_from_openais_client(other_url: str) -> None:
+    assert client_of(other_url, ALL_SIGNS).models.list().data[0].id == NAME
 
 
 @pytest.mark.parametrize(
@@ -89,31 +97,32 @@ def test_all_else_needs_the_key_and_is_not_there(url: str, path: str) -> None:
     assert json.loads(said)["error"]["message"].startswith("there is no GET ")
 
 
-def test_pages_of_other_origins_read_refusals_and_need_no_key_to_ask_whether_they_may(engine: Engine) -> None:
-    page = "https://example.org"
-    with serving(create_app(engine, Served(NAME, KEY, LIMITS, origins=(page,)))) as (url, _):
-        status, headers, _ = asked(
-            url, "OPTIONS", "/v1/completions", Origin=page, Access_Control_Request_Method="POST",
-            Access_Control_Request_Headers="authorization",
-        )  # fmt: skip
-        assert status == 200
-        assert headers["access-control-allow-origin"] == page
-        assert "authorization" in headers["access-control-allow-headers"].lower()
-        status, headers, _ = asked(url, Origin=page)
-        assert status == 401
-        assert headers["access-control-allow-origin"] == page
+def test_pages_of_allowed_origins_read_refusals_and_need_no_key_to_ask_whether_they_may(
+    url: str, other_url: str
+) -> None:
+    how = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    status, headers, _ = asked(other_url, "OPTIONS", "/v1/completions", Origin=PAGE, **how)
+    assert status == 200
+    assert headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in headers["access-control-allow-headers"].lower()
+    status, headers, _ = asked(other_url, Origin=PAGE)
+    assert status == 401
+    assert headers["access-control-allow-origin"] == PAGE
+    for address, origin in ((other_url, "https://other.org"), (url, PAGE)):
+        _, headers, _ = asked(address, "OPTIONS", "/v1/completions", Origin=origin, **how)
+        assert "access-control-allow-origin" not in headers
 
 
-def test_the_longest_prompt_fits_into_a_body(engine: Engine) -> None:
+def test_the_longest_prompt_fits_into_a_body_and_leaves_no_new_token(engine: Engine, other_url: str) -> None:
     most = engine.target.max_positions
     assert most is not None
-    with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as (url, _):
-        client = client_of(url)
-        with pytest.raises(openai.BadRequestError, match="positions"):
-            client.completions.create(model=NAME, prompt=[4095] * most, max_tokens=1)
-        with pytest.raises(openai.APIStatusError, match=f"more than {64 * most:,} bytes") as raised:
-            client.completions.create(model=NAME, prompt="a" * 64 * most, max_tokens=1)
-        assert raised.value.status_code == 413
+    client = client_of(other_url, ALL_SIGNS)
+    for prompt, tokens in ((PROMPT, most), ([4095] * most, 1)):
+        with pytest.raises(openai.BadRequestError, match=f"{most} positions"):
+            client.completions.create(model=NAME, prompt=prompt, max_tokens=tokens)
+    with pytest.raises(openai.APIStatusError, match=f"more than {64 * most:,} bytes") as raised:
+        client.completions.create(model=NAME, prompt="a" * 64 * most, max_tokens=1)
+    assert raised.value.status_code == 413
 
 
 class Peer:

@@ -7,10 +7,7 @@ from urllib.parse import urlparse
 import openai
 import pytest
 
-from scripts.checks.served import serving
-from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of
-from triforce_tree.engine import Engine
-from triforce_tree.server.app import Served, create_app
+from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -100,20 +97,6 @@ def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
     assert chat.choices[0].finish_reason == "length"
 
 
-def test_more_tokens_than_the_context_holds(engine: Engine) -> None:
-    most = engine.target.max_positions
-    assert most is not None
-    limits = type(LIMITS)(new_tokens=10 * most)
-    with serving(create_app(engine, Served(NAME, KEY, limits, body=64 * 2**20))) as (url, _):
-        client = client_of(url)
-        status, said = refusal(client.completions.create, prompt=PROMPT, max_tokens=most)
-        assert status == 400
-        assert str(most) in said.replace(",", "")
-        status, said = refusal(client.completions.create, prompt=[5] * (most + 1), max_tokens=1)
-        assert status == 400
-        assert str(most) in said.replace(",", "")
-
-
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
 def test_numbers_are_finite(url: str, name: str) -> None:
     connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
@@ -174,19 +157,3 @@ def test_models(client: openai.OpenAI, url: str) -> None:
         client.with_options(base_url=url).get("/v1/embeddings", cast_to=object)
     assert isinstance(raised.value.body, dict)
     assert raised.value.body["type"] == "not_found_error"
-
-
-def test_other_origins_are_answered_where_they_are_allowed(engine: Engine, url: str) -> None:
-    def origin_of(address: str, origin: str) -> str | None:
-        connection = HTTPConnection(urlparse(address).netloc, timeout=PATIENCE)
-        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        connection.request("OPTIONS", "/v1/completions", headers=asked)
-        found = connection.getresponse().getheader("access-control-allow-origin")
-        connection.close()
-        return found
-
-    page = "https://example.org"
-    with serving(create_app(engine, Served(NAME, KEY, LIMITS, origins=(page,)))) as (address, _):
-        assert origin_of(address, page) == page
-        assert origin_of(address, "https://other.org") is None
-    assert origin_of(url, page) is None
