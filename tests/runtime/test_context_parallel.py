@@ -1,9 +1,6 @@
 """Context parallelism: the KV slots of one text split over ranks. CPU and gloo."""
 
 import json
-import socket
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 from tests.support.models.families import greedy, tiny
 from tests.support.processes import context_ranks
 from tests.support.processes.context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE, WINDOWS
-from tests.support.processes.processes import PATIENCE, ROOT, Ended, environment, ranks_of
+from tests.support.processes.processes import ROOT, Ended, ranks_of
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention import prefill, reference
@@ -27,32 +24,6 @@ SCRIPT = ROOT / "tests" / "support" / "processes" / "context_ranks.py"
 
 def start(job: str, folder: Path, size: int) -> list[Ended]:
     return ranks_of([str(SCRIPT), job, str(folder)], size)
-
-
-def a_free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-def launched(node: int, port: int, folder: Path) -> "subprocess.Popen[str]":
-    """Starts torchrun as on one of two machines, with one process each."""
-    where = [
-        "--nnodes",
-        "2",
-        "--node-rank",
-        str(node),
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(port),
-    ]
-    job = [str(SCRIPT), "nodes", str(folder)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *job],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
 
 
 def results_of(job: str, folder: Path, size: int) -> list[dict[str, Any]]:
@@ -144,20 +115,6 @@ class TestRanks:
 
     def test_four_ranks_split_text_and_heads(self, tmp_path: Path) -> None:
         check(results_of("four", tmp_path, 4), ("three levels", "two levels", *WINDOWS))
-
-    @pytest.mark.slow
-    def test_two_launchers_as_on_two_machines(self, tmp_path: Path) -> None:
-        """torchrun is started twice with ``--nnodes 2`` on this machine."""
-        port = a_free_port()
-        started = [launched(node, port, tmp_path) for node in (0, 1)]
-        try:
-            ended = [process.communicate(timeout=PATIENCE) for process in started]
-        finally:
-            for process in started:
-                process.terminate()
-        assert [process.returncode for process in started] == [0, 0], ended
-        results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-        check(results, ("three levels",))
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_ranks_choose_a_split_that_is_possible(self, size: int, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ On a machine with two GPUs the embedded pair's tokens on two GPUs are compared w
 """
 
 import json
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -120,36 +121,40 @@ class TestTwoRanks:
 
     @pytest.mark.slow
     def test_torchrun_prints_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """It is started twice, as on two machines with a process each."""
         pair = tiny_pair.make(tmp_path)
         prompt = tmp_path / "prompt.txt"
         prompt.write_text(Path(pair.text).read_text(encoding="utf-8")[:1500], encoding="utf-8")
-        small = [
-            "--budget",
-            "128",
-            "--advanced",
-            "chunk=8",
-            "--advanced",
-            "recent=32",
-            "--advanced",
-            "window=32",
-            "--levels",
-            "3",
-        ]
+        small = ["--budget", "128", "--levels", "3"]
+        for option in ("chunk=8", "recent=32", "window=32"):
+            small += ["--advanced", option]
         command = ["generate", str(prompt), *pair.options, *small, "--max-new-tokens", "12", "--json"]
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        done = subprocess.run(
-            [sys.executable, "-m", *torchrun, "-m", "triforce_tree", *command, "--offload"],
-            env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        torchrun = ["torch.distributed.run", *where, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", *torchrun, str(node), "-m", "triforce_tree", *command, "--offload"],
+                env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for node in (0, 1)
+        ]  # fmt: skip
+        try:
+            (out, said), (other_out, other_said) = (each.communicate(timeout=PATIENCE) for each in started)
+        finally:
+            for process in started:
+                process.terminate()
+        assert [process.returncode for process in started] == [0, 0], said + other_said
+        assert other_out == ""
         assert main(command) == 0
         *expected_text, expected_json = capsys.readouterr().out.splitlines()
-        *text, json_line = done.stdout.splitlines()
+        *text, json_line = out.splitlines()
         assert text == expected_text
         assert json.loads(json_line)["text"] == json.loads(expected_json)["text"]
-        assert done.stderr.count("memory map") == 1
-        assert done.stderr.count("what each level did") == 1
-        assert done.stderr.count("2 ranks: heads split over 2, the text over 1 (context_parallel 1)") == 1
+        parts = "2 ranks: heads split over 2, the text over 1 (context_parallel 1)"
+        for once in ("memory map", "what each level did", parts):
+            assert (said.count(once), other_said.count(once)) == (1, 0)
         assert json.loads(json_line)["ranks"] == {"heads": 2, "positions": 1}
 
 

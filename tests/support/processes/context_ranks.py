@@ -18,7 +18,7 @@ from triforce_tree.config import load_arguments
 from triforce_tree.models.tensor_parallel import mlp_shards_of, shards_of
 from triforce_tree.runtime import distributed
 
-RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
 PROMPT, NEW = prompt_of(150), 12
 # name -> family, options of the engine
 SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,11 +114,6 @@ def three() -> dict[str, Any]:
 def four() -> dict[str, Any]:
     """Runs four ranks: two parts of the text by two of the heads, windows in four parts of the text."""
     return generations(2, ("three levels", "two levels")) | generations(4, WINDOWS)
-
-
-def nodes() -> dict[str, Any]:
-    """Ranks of several launchers: every collective of three levels."""
-    return generations(SIZE, ("three levels",))
 
 
 # Family and options where the split is left open; of two KV heads, one, and three. The last one's head is
