@@ -28,7 +28,7 @@ from triforce_tree.cli.entry import main
 from triforce_tree.config import load_arguments
 from triforce_tree.kv.offload import pinned
 from triforce_tree.planning import batch_size
-from triforce_tree.runtime import distributed
+from triforce_tree.runtime import distributed, rank_watch
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICE = "cuda" if torch.cuda.device_count() >= SIZE > 1 else "cpu"
@@ -88,6 +88,7 @@ def in_decoding() -> Any:
 
 def stuck() -> Any:
     """The rank is killed while the others wait in something that never returns, as a kernel may."""
+    rank_watch.GRACE = 1.0
     return generated(engine(), stopping_criteria=[After(die, lambda: time.sleep(600))])
 
 
@@ -108,6 +109,7 @@ def in_load() -> Any:
 
 def raises() -> Any:
     """The rank runs out of memory, and its program catches the error and calls the engine again."""
+    rank_watch.GRACE = 1.0
 
     def run_out() -> None:
         raise torch.OutOfMemoryError("this rank has too little memory")
@@ -145,13 +147,13 @@ def delayed() -> Any:
         for _ in range(3):
             time.sleep(chosen.uniform(0.01, 0.3))
             os.kill(rank, signal.SIGSTOP)
-            time.sleep(chosen.uniform(1.0, 2.5))
+            time.sleep(chosen.uniform(0.5, 1.0))
             os.kill(rank, signal.SIGCONT)
         os._exit(0)
     started, tokens = time.monotonic(), []
-    while time.monotonic() - started < 8:
+    while time.monotonic() - started < 4:
         tokens.append(generated(made))
-        if distributed.broadcast_object(time.monotonic() - started >= 8):
+        if distributed.broadcast_object(time.monotonic() - started >= 4):
             break
     if stopper:
         os.waitpid(stopper, 0)
@@ -164,7 +166,7 @@ def leaves() -> Any:
     calls = [generated(made)]
     if failing():
         distributed.leave()
-        time.sleep(3)
+        time.sleep(1)
         return calls
     return [*calls, error_of(lambda: generated(made))]
 
