@@ -8,17 +8,25 @@ import pytest
 from scripts.benchmarks.common.results import content_at
 from tests.support.processes.processes import ranks_of
 
+TEXTS = ["--texts", "--kinds", "python-topics", "--new-tokens", "8", "--plain-tokens", "4"]
 
-@pytest.mark.slow
-def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> None:
-    for size in (2, 1):
-        texts = ["--texts", "--kinds", "python-topics", "--new-tokens", "8", "--plain-tokens", "4"]
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds what two ranks, one, and then four have measured."""
+    made = tmp_path_factory.mktemp("split")
+    for size, texts in ((2, TEXTS), (1, TEXTS), (4, [])):
         first, *others = ranks_of(
-            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(tmp_path), *texts], size
+            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(made), *texts], size
         )
         assert [rank.code for rank in (first, *others)] == [0] * size, first.err
         assert all(rank.out == "" for rank in others)
-    content = content_at(tmp_path / "sequence_parallel_h200x2.jsonl")
+    return made
+
+
+@pytest.mark.slow
+def test_two_ranks_and_one_write_into_one_file(script: Any, folder: Path) -> None:
+    content = content_at(folder / "sequence_parallel_h200x2.jsonl")
     rows = {row["way"]: row for row in content["rows"]}
     assert list(rows) == ["by position", "by heads", "one card"]
     # Each row keeps the command that measured it.
@@ -49,14 +57,9 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_four_ranks_measure_every_split_beside_its_prediction(script: Any, tmp_path: Path) -> None:
+def test_four_ranks_measure_every_split_beside_its_prediction(script: Any, folder: Path) -> None:
     tables = script("benchmarks.cards.tables")
-    for size in (1, 2, 4):
-        first, *others = ranks_of(
-            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(tmp_path)], size
-        )
-        assert [rank.code for rank in (first, *others)] == [0] * size, first.err
-    content, alone = (content_at(tmp_path / tables.file_of(cards)) for cards in (4, 1))
+    content, alone = (content_at(folder / tables.file_of(cards)) for cards in (4, 1))
     both = "heads over 2, text over 2"
     rows = {row["way"]: row for row in content["rows"]}
     assert list(rows) == ["by position", both, "by heads"]
@@ -87,7 +90,7 @@ def test_four_ranks_measure_every_split_beside_its_prediction(script: Any, tmp_p
     assert plain["efficiency"] == pytest.approx(whole["ms"]["plain"] / 4 / plain["ms"])
     assert plain["predicted_ms"] == rows[both]["predicted_ms"]["plain"]
     # The table has the rows of all files, and the picture what was measured on more cards.
-    joined = tables.with_more_cards(alone, tmp_path)
+    joined = tables.with_more_cards(alone, folder)
     shown = tables.TABLES["sequence_parallel"].make(joined)
     assert [shown.count(f"| {cards} |") for cards in (1, 2, 4)] == [1, 2, 3]
     assert f"| {rows[both]['predicted_ms']['plain']:.2f} |" in shown
