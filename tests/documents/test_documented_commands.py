@@ -130,7 +130,7 @@ def test_the_readme_runs_as_written(tmp_path: Path) -> None:
     code = "\n".join(block for language, block in blocks if language == "python")
     (tmp_path / "readme.py").write_text(f"{code}\n{session}", encoding="utf-8")
     # A shorter text than there, whose prefill takes a minute of a busy machine.
-    making = making.replace("50_000", "8_000")
+    making = making.replace("50_000", "4_000")
     shell = f"{making.replace('python -c', sys.executable + ' -c')} && {sys.executable} readme.py"
     done = subprocess.run(
         shell, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False

@@ -21,9 +21,9 @@ def check() -> None:
     shape = KVShape(Heads(4, 4, 64, 64))
     for bits in (16, 8):
         for held in (0, None):
-            store = KVStore([shape] * 8, 1, 1 << 15, torch.device("cpu"), torch.bfloat16, bits=bits)
+            store = KVStore([shape] * 4, 1, 1 << 15, torch.device("cpu"), torch.bfloat16, bits=bits)
             size, before = store.memory.nbytes, resident_bytes()
-            assert size > 100 << 20  # The allocator takes fresh memory from the system for such sizes.
+            assert size > 50 << 20  # The allocator takes fresh memory from the system for such sizes.
             store.initialise([held])
             assert resident_bytes() - before > 0.9 * size, (bits, held)
 
