@@ -34,10 +34,8 @@ def chats_of(given: Any) -> list[Chat] | None:
     """
     if not isinstance(given, (list, tuple)) or not given:
         return None
-    # The types are compared first, because looking at each id of a long prompt is slow.
-    if not any(issubclass(kind, (Mapping, list, tuple)) for kind in set(map(type, given))):
-        return None
-    if not any(map(_holds_message, given)):
+    rows = [item for item in given if isinstance(item, list | tuple)] if _has(given, list, tuple) else []
+    if not any(_has(items, Mapping) for items in (given, *rows)):
         return None
     chats: list[Any] = [given] if isinstance(given[0], Mapping) else list(given)
     for chat in chats:
@@ -243,10 +241,9 @@ def _reads_parts(tokenizer: Tokenizer, role: str) -> bool:
     return bool(between[1]) and "type" not in between[0]
 
 
-def _holds_message(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        return True
-    return isinstance(item, (list, tuple)) and any(isinstance(message, Mapping) for message in item)
+def _has(items: Sequence[Any], *kinds: type) -> bool:
+    """Returns whether an item is of one of these types. Looking at each id of a long prompt would be slow."""
+    return any(issubclass(kind, kinds) for kind in set(map(type, items)))
 
 
 def _check_message(message: Any, number: int) -> None:
