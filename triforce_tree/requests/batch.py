@@ -3,7 +3,9 @@
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,12 +19,22 @@ from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
+from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.text.vocabulary import Vocabulary
 
-# More than any option demands as the fewest new tokens.
-_MANY = 1 << 30
 # Passes for which fewer places would do, after which a batch is made smaller.
 _PATIENCE = 32
+
+
+class _Asked(NamedTuple):
+    """A prompt that may join, and its sequence without number, seed and grammar; None if its options are
+    wrong.
+    """
+
+    prompt: list[int]
+    new_tokens: int
+    options: Mapping[str, Any] | None
+    sequence: Sequence | None
 
 
 class Batch:
@@ -56,8 +68,11 @@ class Batch:
         self._begun = [each for each in request.sequences if each not in self._waiting]
         # New tokens that their streamers have not received yet, and what proposed them.
         self._unsent: list[tuple[Sequence, list[int], list[str]]] = []
-        # Maps the id of options to these options, and to whether prompts with them may join.
-        self._known: dict[int, tuple[Mapping[str, Any], bool]] = {}
+        # Sequences of prompts that were asked for since the last pass, and before it, by the ids of prompt
+        # and options; and whether the models have changed, None before anybody asks.
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._asked_before: dict[tuple[int, int], _Asked] = {}
+        self._changed: bool | None = None
         # Passes in a row for which fewer places would do; and places beside which memory is short for more.
         self._passes_with_fewer, self._full = 0, 0
 
@@ -71,6 +86,7 @@ class Batch:
             while loop.running:
                 loop.after_stage = origins if streamers.want_origins else None
                 fresh = loop.step(observe, self._send)
+                self._asked_before, self._asked, self._changed = self._asked, {}, None
                 names = origins.take()
                 self._unsent = [
                     (each, new, names[each.index][: len(new)] if names and each.index is not None else [])
@@ -146,14 +162,18 @@ class Batch:
     def _next(self) -> Sequence | None:
         """Returns the next sequence that fits, first from the request and then from the joining prompts."""
         if self._waiting:
-            return self._waiting.popleft() if self._has_slots(self._waiting[0]) else None
+            first = self._waiting[0]
+            fits = self._has_slots(first.prompt, first.ending.max_new_tokens)
+            return self._waiting.popleft() if fits else None
         joining = self._how.joining
         joined = joining.next(self._fits) if joining is not None else None
         if joined is None:
             return None
-        sequence = self._request.sequence(
-            list(joined.prompt), joined.new_tokens, self._count, joined.seed, joined.grammar, joined.options
-        )
+        sequence = self._prepared(joined.prompt, joined.new_tokens, joined.options).sequence
+        assert sequence is not None, "the prompt fits"
+        seed = None if (sequence.to_probs or self._request.to_probs).greedy else joined.seed
+        matcher = self._how.matcher(joined.grammar, sequence.ending.stop_tokens)
+        sequence = replace(sequence, number=self._count, seed=seed, matcher=matcher)
         self._count += 1
         self._how.streamers.join(joined.streamer, sequence)
         if self._scores is not None:
@@ -163,42 +183,51 @@ class Batch:
     def _fits(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /) -> bool:
         """Returns whether the buffers and levels of the batch can serve another prompt. See ``Joined``."""
         program, request = self._loop.program, self._request
-        return (
+        fits = (
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together([request.to_probs], [request.sequences[0].prompt, prompt])
-            and (options is None or self._alike(options))
-            and self._has_slots(request.sequence(prompt, new_tokens))
-            # A prompt that comes after a change of the models belongs to the next batch.
-            and not self._hierarchy.changed
+            and self._has_slots(prompt, new_tokens)
+            and self._alike(prompt, new_tokens, options)
         )
+        if fits and self._changed is None:
+            self._changed = self._hierarchy.changed
+        # A prompt that comes after a change of the models belongs to the next batch.
+        return fits and not self._changed
 
-    def _alike(self, options: Mapping[str, Any]) -> bool:
+    def _alike(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None) -> bool:
         """Returns whether a sequence with other options of ``PER_PROMPT`` can be decoded with the others."""
-        if id(options) not in self._known:
-            try:
-                probs = self._request.sequence([0], _MANY, options=options).to_probs
-            except ValueError:
-                alike = False  # the error is that of this prompt alone, in a batch of its own
-            else:
-                assert probs is not None, "sequences of a request have sampling options"
-                alike = probs.others_key == self._request.to_probs.others_key
-            self._known[id(options)] = options, alike
-        return self._known[id(options)][1]
+        asked = self._prepared(prompt, new_tokens, options)
+        self._asked[id(prompt), id(options)] = asked
+        probs = None if asked.sequence is None else asked.sequence.to_probs
+        return probs is not None and probs.others_key == self._request.to_probs.others_key
 
-    def _has_slots(self, coming: Sequence) -> bool:
+    def _prepared(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None) -> _Asked:
+        """Returns another prompt as a sequence. Preparing it takes milliseconds, so what was prepared when
+        somebody asked for it is kept until a pass after which nobody asks again.
+        """
+        key = id(prompt), id(options)
+        for asked in (self._asked.pop(key, None), self._asked_before.pop(key, None)):
+            if asked is not None and (asked.prompt, asked.new_tokens) == (prompt, new_tokens):
+                return asked
+        sequence = None
+        with suppress(ValueError):  # the error is that of this prompt alone, in a batch of its own
+            sequence = self._request.sequence(list(prompt), new_tokens, options=options)
+        return _Asked(list(prompt), new_tokens, options, sequence)
+
+    def _has_slots(self, prompt: list[int], new_tokens: int) -> bool:
         """Returns whether enough KV slots are free for a new sequence beside the running ones."""
         joining, placed_later = self._how.joining, self._loop.joining
         running = {each.index: each.prompt for each in self._loop.running if each not in placed_later}
-        wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *placed_later)]
+        later = [(each.prompt, each.ending.max_new_tokens) for each in placed_later]
         tokens = joining.tokens if joining is not None else None
         backend = self._loop.program.cache.backend
-        return backend.has_slots(running, wanted, self._how.max_batch or 0, tokens)
+        return backend.has_slots(running, [(prompt, new_tokens), *later], self._how.max_batch or 0, tokens)
 
     def _ended(self, sequence: Sequence) -> None:
         self._how.streamers.end(sequence.number)
         if self._how.joining is not None:
-            ids = self._request.given_ids.new_tensor([sequence.prompt])
+            ids = id_tensor(sequence.prompt, self._request.given_ids.device)[None]
             self._how.joining.ended(sequence.number, self._output(ids, [sequence], self._scores))
 
     def _output(

@@ -460,10 +460,9 @@ class Request:
         new_tokens: int,
         number: int = 0,
         seed: int | None = None,
-        grammar: Grammar | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence:
-        """Returns a sequence of another prompt.
+        """Returns a sequence of another prompt, without a grammar.
 
         Args:
             options: its options of ``PER_PROMPT``; None for those of the first prompt.
@@ -474,16 +473,12 @@ class Request:
         if options is not None:
             assert self.of_other is not None, "prompts join the requests of Engine.generate"
             own = {name: value for name, value in options.items() if name != "logprobs"}
-            how = RunOptions(
-                seeds=[seed], logprobs=bool(options.get("logprobs")), grammar=[grammar],
-                grammars=self.how.grammars,
-            )  # fmt: skip
+            how = RunOptions(seeds=[seed], logprobs=bool(options.get("logprobs")))
             [sequence] = self.of_other(prompt, {**own, "max_new_tokens": new_tokens}, how).sequences
             return replace(sequence, number=number)
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
         ending = replace(ending, max_new_tokens=new_tokens)
-        matcher = self.how.matcher(grammar, ending.stop_tokens)
-        return Sequence(prompt, ending, number, seed, matcher, self.to_probs, self.outputs)
+        return Sequence(prompt, ending, number, seed, None, self.to_probs, self.outputs)
 
 
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
