@@ -149,16 +149,12 @@ class PrefixPool:
         """Records that sequences have ended; their chunks stay if they were written."""
         with self._changing():
             for sequence in sequences:
-                for block in self._paths.pop(sequence, []):
+                # The end of a text is dropped first, because all chunks after an unwritten one are unwritten.
+                for block in reversed(self._paths.pop(sequence, [])):
                     block.users.discard(sequence)
+                    if not block.written and not block.users and not block.children:
+                        self._drop(block)
                 self._pages.give_back(self._own.pop(sequence, []))
-            self._drop_unwritten()
-
-    def _drop_unwritten(self) -> None:
-        # The end of a text is dropped first, because all chunks after an unwritten one are unwritten.
-        for block in reversed(list(self.blocks())):
-            if not block.written and not block.users and not block.children:
-                self._drop(block)
 
     def _drop(self, block: Block) -> None:
         assert block.parent is not None
@@ -186,7 +182,7 @@ class PrefixPool:
             coming: prompts, and new tokens of each. What they alone have in common is counted for each.
             empty: places in the batch without a sequence.
         """
-        used = sum(len(block.tokens) for block in self.blocks() if not block.users.isdisjoint(sequences))
+        used = sum(len(block.tokens) for block in {b for each in sequences for b in self.path(each)})
         used += sum(self.size(sequence) for sequence in sequences) + empty * self.own_size([0], 0)
         for prompt, new_tokens in coming:
             end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
