@@ -9,11 +9,13 @@ from transformers import LogitsProcessorList
 
 from triforce_tree.kernels.probs.truncation import truncate_scores
 from triforce_tree.runtime.executor import Cuts
+from triforce_tree.runtime.packed import Packed
 from triforce_tree.verify.adjustments import Adjustments
 from triforce_tree.verify.masks import GrammarMasks, StageMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.sampling import ProbsFromLogits, kind_of
+from triforce_tree.verify.sampling_options import SamplingOptions
 
 
 class DeviceProbs:
@@ -47,18 +49,16 @@ class DeviceProbs:
         noise: NoiseFactory,
         masks: GrammarMasks | None = None,
     ) -> None:
-        def filled(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((batch,), value, dtype=dtype, device=device)
-
         self.masked, self._masks = masks is not None, masks
         self.kind, self._device, self._noise = kind_of(settings), device, noise
         self.greedy, self.mixed = self.kind.greedy, self.kind.mixed
         self.capturable = settings[0].in_stages
         self._bound = None if self.capturable else settings[0]
         self._rest = LogitsProcessorList(settings[0].others if self.capturable else ())
-        self.temperature = filled(1, torch.float32)
-        self._truncation = filled(0, torch.int64), filled(1, torch.float64), filled(0, torch.float64)
-        self.greedy_rows = filled(0, torch.bool)
+        dtypes = torch.float32, torch.bool, torch.int64, torch.float64, torch.float64
+        self._packed = Packed(device, *(((batch,), dtype) for dtype in dtypes))
+        self.temperature, self.greedy_rows, *self._truncation = self._packed.tensors
+        self._set(slice(None), SamplingOptions(), False)
         self._greedy_indices: set[int] = set()
         self._adjust = Adjustments(self.kind, batch, vocabulary, device) if self.kind.adjusts else None
 
@@ -72,16 +72,17 @@ class DeviceProbs:
             self._bound = settings
             return
         options = settings.options
-        self.temperature[index] = options.temperature
-        for buffer, value in zip(
-            self._truncation, (options.top_k, options.top_p, options.min_p), strict=True
-        ):
-            buffer[index] = value
+        self._set(index, options, settings.greedy)
         if self.mixed:
-            self.greedy_rows[index] = settings.greedy
             (self._greedy_indices.add if settings.greedy else self._greedy_indices.discard)(index)
         if self._adjust is not None:
             self._adjust.begin(index, options, tokens)
+
+    def _set(self, index: int | slice, options: SamplingOptions, greedy: bool) -> None:
+        values = options.temperature, greedy, options.top_k, options.top_p, options.min_p
+        for numbers, value in zip(self._packed.arrays, values, strict=True):
+            numbers[index] = value
+        self._packed.send()
 
     def committed(self, new: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Counts the tokens that a pass has added to the sequences at these batch indices."""

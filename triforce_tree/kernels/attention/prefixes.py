@@ -1,13 +1,14 @@
 """Plans of attention whose sequences share prefixes, each of which is read once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import Heads, planned
+from triforce_tree.kernels.attention.plan import Heads, Plan
+from triforce_tree.runtime.packed import Packed
 
 
 class PrefixSegment(NamedTuple):
@@ -90,51 +91,38 @@ class PrefixPlan:
     ) -> None:
         self.batch, self.depth = batch, depth
         self.count, self.tail = mask.shape
-        queries, device = batch * self.count, lengths.device
-        owners = [b for b in range(batch) for _ in range(self.count)]
-        columns = self._own_columns([0] * batch)
-        made = planned(heads, columns, [0] * batch, owners, list(range(queries + 1)), words, device)
-        self.own = replace(made, lengths=lengths)
+        queries, segments, device, dtype = batch * self.count, depth * batch, lengths.device, torch.int32
+        shapes = (6, batch), (6, segments), (segments,), (queries + 1,), (depth * queries,)
+        self._packed = Packed(device, *((shape, dtype) for shape in shapes))
+        own, shared, shared_lengths, owner_start, owners = self._packed.tensors
+        self.own = Plan(
+            heads, queries, lengths, own, words,
+            owner_start=torch.arange(queries + 1, dtype=dtype, device=device),
+            owners=torch.arange(batch, dtype=dtype, device=device).repeat_interleave(self.count),
+            seen=queries, max_queries=self.count,
+        )  # fmt: skip
         # The largest possible number of queries of segments gives the size of a backend's workspace.
-        nominal = [PrefixSegment(0, 0, 0, batch)] * depth
-        columns, zeros = self._shared_columns(nominal), [0] * (depth * batch)
-        self.shared = planned(heads, columns, zeros, *self._owners(nominal), words, device)
+        self.shared = Plan(
+            heads, queries, shared_lengths, shared, words, owner_start, owners,
+            seen=depth * queries, max_queries=queries,
+        )  # fmt: skip
         self.prefixes: list[PrefixSegment] = []
         self.set((), [0] * batch)
 
-    def _own_columns(self, ends: Sequence[int]) -> list[list[int]]:
-        count = self.count
-        rows = [(b, end, self.tail, count * b, count, count * b) for b, end in enumerate(ends)]
-        return [list(column) for column in zip(*rows, strict=True)]
-
-    def _shared_columns(self, prefixes: Sequence[PrefixSegment]) -> list[list[int]]:
-        count, earlier, rows = self.count, 0, list[tuple[int, ...]]()
-        for start, _, first, sequences in prefixes:
-            rows.append((first, start, 0, count * first, count * sequences, earlier))
-            earlier += count * sequences
-        rows += [(0,) * 6] * (self.depth * self.batch - len(rows))
-        return [list(column) for column in zip(*rows, strict=True)]
-
-    def _owners(self, prefixes: Sequence[PrefixSegment]) -> tuple[list[int], list[int]]:
-        """Returns the shared segments of all queries, and the first entry of each query."""
-        owners, starts = list[int](), [0]
-        for b in range(self.batch):
-            seen = [n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
-            for _ in range(self.count):
-                owners += seen
-                starts.append(len(owners))
-        return owners, starts
-
     def set(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> None:
         """Writes shared prefixes, at most ``depth`` of a sequence, and where those of each sequence end."""
-        self.own.segments.copy_(torch.tensor(self._own_columns(ends), dtype=torch.int32, device="cpu"))
-        shared, (owners, starts) = self.shared, self._owners(prefixes)
-        shared.segments.copy_(torch.tensor(self._shared_columns(prefixes), dtype=torch.int32, device="cpu"))
-        shared.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32, device="cpu")
-        shared.owner_start.copy_(torch.tensor(starts, dtype=torch.int32, device="cpu"))
-        lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32, device="cpu")
-        lengths[: len(prefixes)] = torch.tensor(
-            [each.length for each in prefixes], dtype=torch.int32, device="cpu"
-        )
-        shared.lengths.copy_(lengths)
+        own, shared, lengths, owner_start, owners = self._packed.arrays
+        b, count, used = np.arange(self.batch), self.count, len(prefixes)
+        start, length, first, rows = np.array(prefixes, dtype=np.int32).reshape(-1, 4).T
+        own[:] = np.broadcast_arrays(b, ends, self.tail, count * b, count, count * b)
+        queries = count * rows
+        earlier = queries.cumsum() - queries
+        shared[:, :used] = np.broadcast_arrays(first, start, 0, count * first, queries, earlier)
+        lengths[:used] = length
+        shared[:, used:] = lengths[used:] = 0
+        seen = (first <= b[:, None]) & (b[:, None] < first + rows)
+        owner_start[1:] = seen.sum(1).repeat(count).cumsum()
+        found = seen.repeat(count, 0).nonzero()[1]
+        owners[: len(found)] = found
+        self._packed.send()
         self.prefixes = [each for each in prefixes if each.length]

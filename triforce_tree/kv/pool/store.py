@@ -14,6 +14,7 @@ from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.pool.pages import selection, slots_in
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.packed import Packed
 
 DEPTH = 4
 """Fewest segments of shared pages that a sequence may begin with."""
@@ -109,12 +110,11 @@ class PooledStore(PagedStore):
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self._set_layers()
-        self.prefix = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.pages, self.writable = torch.zeros(
-            2, batch, self.slots // page, dtype=torch.int32, device=device
-        )
         self._in_page = page // spec.config.retrieval.chunk if spec.levels == 3 else 1
-        self.chunks = self.pages.repeat(1, self._in_page)
+        count = self.slots // page
+        tables = [((batch, size), torch.int32) for size in (count, count, count * self._in_page)]
+        self._packed = Packed(device, *tables, ((batch,), torch.int64))
+        self.pages, self.writable, self.chunks, self.prefix = self._packed.tensors
         self._plans: WeakSet[PrefixPlan] = WeakSet()
         self.shared: list[list[int]] = [[] for _ in range(batch)]
         self.own = self.shared
@@ -156,23 +156,19 @@ class PooledStore(PagedStore):
         if self._current:
             return
         self._current = True
+        pages, writable, chunks, prefix = self._packed.arrays
         # Pages after the own ones are not read.
-        tables = np.zeros((2, *self.pages.shape), dtype=np.int32)
-        tables[1] = -1
-        most = tables.shape[2]
+        pages[:], writable[:] = 0, -1
+        most = pages.shape[1]
         for b, (first, rest) in enumerate(zip(self.shared, self.own, strict=True)):
             every = [*first, *rest][:most]
-            tables[0, b, : len(every)] = every
-            tables[1, b, len(first) : len(every)] = every[len(first) :]
-        pages, writable = torch.from_numpy(tables)
-        self.pages.copy_(pages)
-        self.writable.copy_(writable)
-        chunks = pages[:, :, None] * self._in_page + torch.arange(
-            self._in_page, dtype=torch.int32, device="cpu"
-        )
-        self.chunks.copy_(chunks.flatten(1))
+            pages[b, : len(every)] = every
+            writable[b, len(first) : len(every)] = every[len(first) :]
+        in_page = self._in_page
+        chunks.reshape(*pages.shape, in_page)[:] = pages[:, :, None] * in_page + np.arange(in_page)
         segments, ends = self._segments()
-        self.prefix.copy_(torch.tensor(ends, device="cpu"))
+        prefix[:] = ends
+        self._packed.send()
         for plan in self._plans:
             plan.set(segments, ends)
 
