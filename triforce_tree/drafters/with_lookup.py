@@ -139,13 +139,13 @@ class WithLookup(Drafter):
         Args:
             counts: the number of tokens to propose for each sequence, at most the length of the pass's shape.
         """
-        chains = [[-1] * max(self.lengths) for _ in matches]
+        chains = np.full(self._proposed.shape, -1)
         for chain, index, match, count in zip(chains, self._indices, matches, counts, strict=True):
             if match is not None and count:
                 count = min(count, match.most)
                 following = match.forced or index.continuation(match.end, count)
                 chain[:count] = following[:count]
-        self._proposed.copy_(torch.tensor(chains, device="cpu"))
+        self._proposed.copy_(torch.from_numpy(chains))
 
 
 class SuffixIndex:
@@ -201,9 +201,8 @@ class SuffixIndex:
 
     def continuation(self, end: int, count: int) -> list[int]:
         """Returns the ``count`` tokens from position ``end`` on; past the end of the text they repeat."""
-        text = self._text
-        period = len(text) - end
-        return [text[end + i % period] for i in range(count)]
+        following = self._text[end : end + count]
+        return (following * -(-count // len(following)))[:count]
 
     def _first(self, gram: tuple[int, ...]) -> int:
         # The hash is that of ``_hashes``; numpy arrays of six numbers would take longer than the search.

@@ -1,6 +1,7 @@
 """Keeps running estimates of how many draft tokens are accepted."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -23,6 +24,7 @@ _DOUBT, _SETTLED = 0.25, 10.0
 FORCED = 1_000_000
 """The number of tokens in common that stands for tokens which a grammar forces."""
 _MATCHED, _MATCHED_WEIGHT = {6: 0.65, 12: 0.8, 24: 0.93, 48: 0.97, FORCED: 0.9}, 4.0
+_CLASSES = sorted(_MATCHED)
 # A matched token is proposed if all tokens up to it are accepted with this probability at least.
 _LEAST = 0.1
 
@@ -158,7 +160,7 @@ class Estimates:
 
 def _class_of(common: int) -> int:
     """Returns the class of a match's length: the fewest tokens in common."""
-    return max(least for least in _MATCHED if least <= max(common, min(_MATCHED)))
+    return _CLASSES[max(0, bisect_right(_CLASSES, common) - 1)]
 
 
 @lru_cache(maxsize=64)

@@ -298,9 +298,10 @@ class PassPolicy:
         """Returns for each sequence how many matched tokens to propose, at most ``depth``, and the expected
         tokens with the bonus token.
         """
-        matched = self.learnt.estimates.matched
-        pairs = zip(self._common, self._most, strict=True)
-        return [matched(common or 0, int(min(depth, most))) for common, most in pairs]
+        pairs, matched = list(zip(self._common, self._most, strict=True)), self.learnt.estimates.matched
+        # Many sequences have matches that are alike.
+        found = {pair: matched(pair[0] or 0, int(min(depth, pair[1]))) for pair in set(pairs)}
+        return [found[pair] for pair in pairs]
 
     def _affordable(self, useful: Sequence[Option]) -> Option | None:
         """Returns the first useful option that the budget covers, or else the cheapest one on credit."""
