@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ _FIELDS: list[tuple[float, dict[str, Any]]] = [
 # The text, the reason of the end and the tokens with log-probabilities of each choice.
 _Reply = list[tuple[str, str, list[str]]]
 # The most bytes and files that the process may have more than after the first half. Without a leak, memory
-# differs by up to 100 MB from one look to the next, and files by the connections that are kept open.
-_MORE_BYTES, _MORE_FILES = 256 * 2**20, 50
+# differs by up to 100 MB from one look to the next, and files by both ends of the connections that are kept
+# open, one for each client.
+_MORE_BYTES, _MORE_FILES = 256 * 2**20, 2
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Report:
         outcomes: number of requests by outcome: whole, wrong, left, refused or failed.
         bytes: resident bytes of the process after each half of the requests.
         files: open files at these times.
+        clients: number of clients.
         idle: whether nothing ran or waited then.
         seconds: of all requests.
     """
@@ -68,6 +70,7 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     bytes: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
+    clients: int = 0
     idle: bool = True
     seconds: float = 0.0
 
@@ -81,7 +84,7 @@ class Report:
         ]
         if self.bytes[-1] - self.bytes[0] > _MORE_BYTES:
             found.append(f"memory grew from {self.bytes[0]:,} to {self.bytes[-1]:,} bytes")
-        if self.files[-1] - self.files[0] > _MORE_FILES:
+        if self.files[-1] - self.files[0] > _MORE_FILES * self.clients:
             found.append(f"open files grew from {self.files[0]} to {self.files[-1]}")
         return found if self.idle else [*found, "sequences run or wait although all clients have left"]
 
@@ -94,12 +97,18 @@ class Report:
         self.files.append(len(os.listdir("/proc/self/fd")))
 
 
-def run(engine: Engine, requests: int, clients: int, seed: int = 0) -> Report:
-    """Sends requests from several clients at a time; about half of the clients leave before the end."""
+def run(
+    engine: Engine, requests: int, clients: int, seed: int = 0, lengths: Sequence[int] = _LENGTHS
+) -> Report:
+    """Sends requests from several clients at a time; about half of the clients leave before the end.
+
+    Args:
+        lengths: tokens of the prompts.
+    """
     assert engine.tokenizer is not None
-    text = surrounding(engine.tokenizer, pydoc_text(), 4 * sum(_LENGTHS), "the check")
-    prompts = [text[n * length : (n + 1) * length] for length in _LENGTHS for n in range(3)]
-    draw, report = random.Random(seed), Report()
+    text = surrounding(engine.tokenizer, pydoc_text(), 4 * sum(lengths), "the check")
+    prompts = [text[n * length : (n + 1) * length] for length in lengths for n in range(3)]
+    draw, report = random.Random(seed), Report(clients=clients)
     bodies = [_body(draw, prompts) for _ in range(min(_DIFFERENT, requests // _EACH))]
 
     async def one(client: aiohttp.ClientSession, draw: random.Random, alone: list[_Reply]) -> str:
