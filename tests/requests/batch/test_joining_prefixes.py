@@ -155,11 +155,11 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
 @pytest.mark.slow
 def test_prompts_that_do_not_fit_wait() -> None:
     """Two documents of their own at a time; a short prompt with many new tokens needs room as well."""
-    prompts = [[*prompt_of(1200)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]
+    prompts = [[*prompt_of(400)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
-    coming = Coming(prompts, 3, tokens=1300, new=[3, 3, 3, 3, 3, 500])
+    coming = Coming(prompts, 3, tokens=430, new=[3, 3, 3, 3, 3, 160])
     assert decoded(engine, coming, max_new_tokens=3) == [
-        reference(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 500], strict=True)
+        reference(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 160], strict=True)
     ]
     assert coming.refused
 
