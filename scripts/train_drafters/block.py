@@ -15,7 +15,7 @@ from scripts.train_drafters.segments import Cache, Segments
 from scripts.train_drafters.teacher import Teacher
 from triforce_tree.drafters.blocks.format import BlockFormat
 from triforce_tree.drafters.blocks.network import BlockNetwork
-from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.attention import rotated_one
 
 _THETA = 10_000.0
 
@@ -80,7 +80,7 @@ class BlockTraining(nn.Module):
         own = segments.positions[..., None] + 1 + torch.arange(block, device=tokens.device)
         mask = self._mask(segments, own)
         before, kept = network.context(fused)
-        before = rotated(before, *network.angles(segments.kept))
+        before = rotated_one(before, *network.angles(segments.kept))
 
         def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return torch.cat([before[i], keys.to(before)], 2), torch.cat([kept[i], values.to(kept)], 2), mask

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.attention import rotated_one
 
 # The first does not keep the scores; the second serves sizes that it refuses.
 _ON_GPU = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -81,7 +81,7 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates queries or keys ``[N, H, T, D]`` to positions ``[T]`` or ``[N, T]``."""
         angles = torch.atleast_2d(positions)[..., None] * self._frequencies
-        return rotated(x, angles.cos(), angles.sin())
+        return rotated_one(x, angles.cos(), angles.sin())
 
 
 class StreamingAttention:

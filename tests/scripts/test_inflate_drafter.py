@@ -80,7 +80,7 @@ def test_a_widened_head_computes_the_small_ones_logits(
             cos, sin = (angle[None] for angle in head.angles(tokens.shape[1], torch.device("cpu")))
             q, k, v = head.project(tokens, xs[i])
             mask = torch.ones(1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-            out = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, head.scale)
+            out = attend(*rotated(q, k, cos, sin), v, mask, head.scale)
             fed, normed = head.finish(xs[i], out)
             logits.append(head.logits(normed)[0])
             xs[i] = torch.cat([xs[i], fed[:, -1:]], 1)

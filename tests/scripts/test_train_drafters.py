@@ -89,7 +89,7 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
     cos, sin = (angle[None] for angle in layer.angles(len(kept) + DEPTHS, torch.device("cpu")))
     for depth in range(DEPTHS):
         q, k, v = layer.project(following, x)
-        q, k = (rotated(part, cos[:, : x.shape[1]], sin[:, : x.shape[1]]) for part in (q, k))
+        q, k = rotated(q, k, cos[:, : x.shape[1]], sin[:, : x.shape[1]])
         mask = torch.ones(1, 1, x.shape[1], dtype=torch.bool)
         fed, normed = layer.finish(x[:, -1:], attend(q[:, :, -1:], k, v, mask, layer.scale))
         expected = layer.logits(normed)

@@ -58,18 +58,22 @@ class Features:
 
     def write(self, hidden: Mapping[int, Tensor], start: Tensor) -> None:
         """Writes hidden states ``[B, T, hidden_size]`` by layer, for positions from ``start`` ``[B]`` on."""
+        count = next(iter(hidden.values())).shape[1]
+        slots = self._slots(start[:, None] + torch.arange(count, device=start.device))[..., None]
         for layer, kept in self._states.items():
             states = hidden[layer]
-            count = states.shape[1]
-            positions = start[:, None] + torch.arange(count, device=start.device)
-            index = self._slots(positions)[..., None].expand_as(states)
-            kept.scatter_(1, index, states.to(kept.dtype))
-            torch.maximum(self._stop, start + count, out=self._stop)
+            kept.scatter_(1, slots.expand_as(states), states.to(kept.dtype))
+        torch.maximum(self._stop, start + count, out=self._stop)
 
     def read(self, layer: int, positions: Tensor) -> Tensor:
         """Returns ``[B, T, hidden_size]`` for positions ``[B, T]``; arbitrary for positions not kept."""
-        kept = self._states[layer]
-        return kept.gather(1, self._slots(positions)[..., None].expand(-1, -1, kept.shape[2]))
+        return self.read_all([layer], positions)[0]
+
+    def read_all(self, layers: Sequence[int], positions: Tensor) -> list[Tensor]:
+        """Returns what :meth:`read` returns for each of several layers."""
+        slots = self._slots(positions)[..., None]
+        kept = [self._states[layer] for layer in layers]
+        return [states.gather(1, slots.expand(-1, -1, states.shape[2])) for states in kept]
 
     def begin(self, b: int, start: int) -> None:
         """Prepares sequence b for :meth:`feed` from position ``start`` on; states before it stay."""

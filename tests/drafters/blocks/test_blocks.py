@@ -28,7 +28,7 @@ from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.blocks.drafter import BlockDrafter
 from triforce_tree.drafters.blocks.network import BlockNetwork
-from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.attention import rotated_one
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
@@ -504,7 +504,7 @@ def test_a_network_can_be_trained_and_saved(tmp_path: Path) -> None:
     states = [torch.randn(1, 5, 32) for _ in range(2)]
     positions = torch.arange(9)[None]
     k, v = network.context(network.fuse(states))
-    k = rotated(k, *network.angles(positions[:, :5]))
+    k = rotated_one(k, *network.angles(positions[:, :5]))
 
     def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mask = torch.ones(1, 4, 9, dtype=torch.bool)

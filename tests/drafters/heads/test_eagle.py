@@ -231,7 +231,7 @@ FINISH = EagleLayer.finish
 PLANTED = {
     "residual": ("EagleLayer.finish", _without_normed_residual),
     "norms of features": ("EagleLayer.fuse", _without_feature_norms),
-    "rotation": ("rotated", lambda x, cos, sin: x),
+    "rotation": ("rotated", lambda q, k, cos, sin: (q, k)),
 }
 
 

@@ -12,7 +12,7 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.blocks.format import block_format, canonical
 from triforce_tree.drafters.blocks.network import BlockNetwork, near
 from triforce_tree.drafters.blocks.reference import check_network
-from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.attention import rotated_one
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.drafters.registry import WEIGHTS
@@ -176,11 +176,10 @@ class BlockDrafter(RingDrafter):
     def _store(self, end: Tensor, positions: Tensor, kept: Tensor) -> None:
         state, network = self._state, self.network
         assert state.features is not None
-        states = {layer: state.features.read(layer, positions) for layer in self.features}
-        fused = network.fuse([states[layer] for layer in self.format.inputs])
+        fused = network.fuse(state.features.read_all(self.format.inputs, positions))
         keys, values = network.context(fused)
         slots = self._ring.slots_of(positions, kept)[:, None, :, None].expand_as(keys)
-        self._keys.scatter_(3, slots, rotated(keys, *network.angles(positions)))
+        self._keys.scatter_(3, slots, rotated_one(keys, *network.angles(positions)))
         self._values.scatter_(3, slots, values)
         self._raw_keys.scatter_(3, torch.where(slots < self.sinks, slots, self.sinks), keys)
 
@@ -247,7 +246,7 @@ class BlockDrafter(RingDrafter):
             return
         positions = torch.arange(self.sinks, device=end.device) + self._ring.dropped(end)
         raw = self._raw_keys[..., : self.sinks, :]
-        self._keys[..., : self.sinks, :] = rotated(raw, *self.network.angles(positions))
+        self._keys[..., : self.sinks, :] = rotated_one(raw, *self.network.angles(positions))
 
 
 def _equal(own: nn.Module | None, shared: nn.Module) -> bool:

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from triforce_tree.drafters.blocks.conditioned import (
     CandidateSelector,
@@ -16,7 +15,7 @@ from triforce_tree.drafters.blocks.conditioned import (
     ParentHead,
 )
 from triforce_tree.drafters.blocks.format import BlockFormat
-from triforce_tree.drafters.heads.attention import attend, rotated
+from triforce_tree.drafters.heads.attention import RmsNorm, attend, rotated, silu_gated
 from triforce_tree.drafters.heads.files import HeadWeights
 
 Seen = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -59,9 +58,9 @@ class BlockNetwork(nn.Module):
         own: int = config.hidden_size
         self.kv_heads, self.head_dim = int(config.num_key_value_heads), int(config.head_dim)
         self.fc = nn.Linear(len(format.inputs) * size, own, bias=False)
-        self.hidden_norm = LlamaRMSNorm(own, config.rms_norm_eps)
+        self.hidden_norm = RmsNorm(own, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(format) for _ in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(own, config.rms_norm_eps)
+        self.norm = RmsNorm(own, config.rms_norm_eps)
         self.embed_tokens = nn.Embedding(vocabulary, own) if own_embeddings else None
         self.lm_head = nn.Linear(own, drafted, bias=False) if drafted is not None else None
         self.markov_head: ParentHead | None = None
@@ -171,9 +170,9 @@ class BlockLayer(nn.Module):
     def __init__(self, format: BlockFormat) -> None:
         super().__init__()
         config = format.layers
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         if format.convolution is not None:
             self.attention_conv: GroupedConvolution | None
@@ -216,8 +215,8 @@ class BlockAttention(nn.Module):
         self.k_proj = nn.Linear(size, widths[1], bias=bias)
         self.v_proj = nn.Linear(size, widths[1], bias=bias)
         self.o_proj = nn.Linear(widths[0], size, bias=bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
 
     def keys_values(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys before rotation and values, ``[B, H_kv, T, D]`` each, of fused hidden states or of
@@ -232,9 +231,9 @@ class BlockAttention(nn.Module):
         sin: Tensor,
         seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        queries = rotated(self.q_norm(self._heads(self.q_proj(hidden))), cos, sin)
         keys, values = self.keys_values(hidden)
-        attended = attend(queries, *seen(rotated(keys, cos, sin), values), self.head_dim**-0.5)
+        queries, keys = rotated(self.q_norm(self._heads(self.q_proj(hidden))), keys, cos, sin)
+        attended = attend(queries, *seen(keys, values), self.head_dim**-0.5)
         out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return out
 
@@ -253,5 +252,5 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(middle, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(silu_gated(self.gate_proj(x), self.up_proj(x)))
         return out

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from triforce_tree.drafters.blocks.format import BlockFormat
 from triforce_tree.drafters.blocks.network import BlockNetwork, near
-from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.attention import rotated_one
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.published import check_equal
 
@@ -161,7 +161,7 @@ def check_network(
     positions = torch.arange(_BEFORE + format.block, device=device)[None]
     before, own = positions[:, :_BEFORE], positions[:, _BEFORE:]
     keys_before, values_before = network.context(fused)
-    keys_before = rotated(keys_before, *network.angles(before))
+    keys_before = rotated_one(keys_before, *network.angles(before))
 
     def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mask = near(format, i, own, positions)

@@ -1,21 +1,52 @@
-"""Attention of the layers of trained heads, and rotary embeddings."""
+"""Norms, rotary embeddings, gates and attention of the layers of trained drafters.
+
+While decoding, each of the first three is one kernel on a GPU. Kernels have no gradients, so that training
+computes the same in plain torch.
+"""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from triforce_tree.drafters.token_map import ABSENT
+from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
+from triforce_tree.kernels.pointwise.reference import gated, rotary
 
 Attended = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Stores keys and values, and returns the attention of the last queries, see ``PairNetwork.forward``."""
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embeddings to queries or keys ``[B, H, T, D]``; cosines and sines are ``[B, T, D]``."""
+class RmsNorm(LlamaRMSNorm):
+    """An RMS norm as in Llama."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        made = row_rms_norm.definition if torch.is_grad_enabled() else row_rms_norm
+        return made(hidden_states, self.weight, self.variance_epsilon, 0.0, False)
+
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``x + residual`` and its norm."""
+        made = add_rms_norm.definition if torch.is_grad_enabled() else add_rms_norm
+        return made(x, residual, self.weight, self.variance_epsilon, 0.0, False)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Applies rotary embeddings to queries and keys ``[B, H, T, D]``; cosines and sines are fp32
+    ``[B, T, D]``.
+    """
+    return (rotary.definition if torch.is_grad_enabled() else rotary)(q, k, cos, sin)
+
+
+def rotated_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embeddings to queries or keys ``[..., B, H, T, D]`` alone."""
     result: Tensor = x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]
     return result.to(x.dtype)
+
+
+def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns ``silu(gate) * up``, ``[..., N]``."""
+    return (gated.definition if torch.is_grad_enabled() else gated)(gate, up, "silu")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

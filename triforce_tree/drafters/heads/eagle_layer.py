@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from triforce_tree.drafters.heads.attention import Attended, attend, rotated
+from triforce_tree.drafters.heads.attention import Attended, RmsNorm, attend, rotated, silu_gated
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
 from triforce_tree.drafters.heads.eagle_reference import reference_logits
 from triforce_tree.drafters.heads.files import HeadWeights
@@ -73,14 +73,14 @@ class EagleLayer:
             )
         self.scale: float = self.head_dim**-0.5
 
-        def norm(name: str, width: int = own) -> LlamaRMSNorm:
-            layer_norm = LlamaRMSNorm(width, llama.rms_norm_eps)
-            layer_norm.weight = nn.Parameter(get(name, width), requires_grad=False)
-            return layer_norm
+        def norm(name: str, width: int = own) -> RmsNorm:
+            made = RmsNorm(width, llama.rms_norm_eps)
+            made.weight = nn.Parameter(get(name, width), requires_grad=False)
+            return made
 
         self.fc = get("fc.weight", own, features * size)
         self._fused_norm = norm("input_norm.weight", features * size) if format.norm_before_fc else None
-        self._feature_norms: list[LlamaRMSNorm] = []
+        self._feature_norms: list[RmsNorm] = []
         if format.fc_norm:
             self._feature_norms = [norm(f"fc_norm.{i}.weight", size) for i in range(features)]
         layer = "midlayer."
@@ -91,8 +91,8 @@ class EagleLayer:
         self.bias = None
         if f"{parts[0]}.bias" in weights:
             self.bias = torch.cat([get(f"{p}.bias", n) for p, n in zip(parts, rows, strict=True)])
-        self._query_norm: LlamaRMSNorm | None = None
-        self._key_norm: LlamaRMSNorm | None = None
+        self._query_norm: RmsNorm | None = None
+        self._key_norm: RmsNorm | None = None
         if llama.model_type == "qwen3" or f"{layer}self_attn.q_norm.weight" in weights:
             self._query_norm = norm(f"{layer}self_attn.q_norm.weight", self.head_dim)
             self._key_norm = norm(f"{layer}self_attn.k_norm.weight", self.head_dim)
@@ -144,7 +144,7 @@ class EagleLayer:
         mask = torch.ones(1, pairs, pairs, dtype=torch.bool, device=device).tril()
 
         def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, scale)
+            return attend(*rotated(q, k, cos, sin), v, mask, scale)
 
         normed = self.forward(0, tokens, fused, tokens, attended, pairs)[1]
         ours = self.logits(normed)[0, -1].float().cpu()
@@ -199,10 +199,10 @@ class EagleLayer:
             attended: ``[B, H_q, T, D]``, the output of its attention.
         """
         residual = self.hidden_norm(hidden) if self.format.norm_before_residual else hidden
-        hidden = residual + F.linear(attended.transpose(1, 2).flatten(2), self.out, self.out_bias)
-        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, self.down)
-        normed = self.norm(hidden)
+        out = F.linear(attended.transpose(1, 2).flatten(2), self.out, self.out_bias)
+        hidden, normed = self.mlp_norm.added(out, residual)
+        gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
+        hidden, normed = self.norm.added(F.linear(silu_gated(gate, up), self.down), hidden)
         return normed if self.format.norm_output else hidden, normed
 
     def logits(self, normed: Tensor) -> Tensor:

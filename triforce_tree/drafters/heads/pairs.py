@@ -4,7 +4,7 @@ EAGLE-3 heads and MTP layers share the KV cache of sinks and a window, the filli
 They differ in the network, see :class:`PairNetwork`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.heads.attention import Attended, attend, rotated
+from triforce_tree.drafters.heads.attention import Attended, attend, rotated, rotated_one
 from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.models.hf_model import HFModel
@@ -167,7 +167,8 @@ class PairDrafter(RingDrafter):
         if not network.rotates:
             self._angles = network.angles(self._positions, device)
             self._raw_keys = zeros(network.kv_heads, self._nodes_at, network.key_size)
-        self._bits = torch.arange(64, device=device)
+        self._bits, self._depths = torch.arange(64, device=device), torch.arange(self._depth, device=device)
+        self._is_root = torch.arange(self._nodes, device=device) == 0
         self._is_sink = torch.arange(self._nodes_at, device=device) < self.sinks
 
     def _newest(self, end: Tensor, count: int) -> Tensor:
@@ -196,18 +197,22 @@ class PairDrafter(RingDrafter):
         # The pair in each slot of the cache, and whether a layer may attend to it, for this ``end``.
         self._cached = cached = self._ring.positions(end)
         self._seen = [self._ring.visible(end, cached, state.features)]
+        self._dropped = self._ring.dropped(end)
+        if not network.rotates:
+            # The angles of the nodes at each depth, [B, D, key_size].
+            places = (end - 1 - self._dropped + self._depths).clamp(0, self._positions - 1)
+            self._turns = [angles[places] for angles in self._angles]
         for layer in range(1, network.layers):
             # The first pairs of a later layer would need states that are not known.
             first = torch.where(self._is_sink, 0, state.features.first[:, None]) + layer
             self._seen.append(self._seen[0] & (cached >= first))
-        states = {layer: state.features.read(layer, pairs) for layer in self.features}
-        hidden = network.fuse([states[layer] for layer in network.inputs])
+        hidden = network.fuse(state.features.read_all(network.inputs, pairs))
         tokens = state.tokens.gather(1, (pairs + 1).clamp(0, state.capacity - 1))
         found = []
         for layer in range(network.layers):
             outputs = int(newest) if layer == network.layers - 1 else hidden.shape[1]
             stored = kept & (pairs >= layer)
-            attended = partial(self._attend_to_cache, layer, end, pairs, stored, outputs)
+            attended = partial(self._attend_to_cache, layer, pairs, stored, outputs)
             hidden, normed = network.forward(layer, tokens, hidden, pairs + 1, attended, outputs)
             found.append((hidden[:, -1:], normed[:, -1:]))
             hidden, tokens, pairs, kept = hidden[:, :-1], tokens[:, 1:], pairs[:, 1:], kept[:, 1:]
@@ -216,7 +221,7 @@ class PairDrafter(RingDrafter):
         return found
 
     def _attend_to_cache(
-        self, layer: int, end: Tensor, pairs: Tensor, kept: Tensor, outputs: int,
+        self, layer: int, pairs: Tensor, kept: Tensor, outputs: int,
         q: Tensor, k: Tensor, v: Tensor, scale: float,
     ) -> Tensor:  # fmt: skip
         """Stores keys and values of ``pairs``, and returns the attention of the last ``outputs`` of them to
@@ -227,15 +232,16 @@ class PairDrafter(RingDrafter):
         self._values[layer].scatter_(2, index.expand_as(v), v)
         if not outputs:
             return q[:, :, :0, : v.shape[3]]
-        self._rotate_cache(layer, end)
-        mask = self._visible(layer, pairs[:, -outputs:])
-        return self._attend(layer, end, 0, q[:, :, -outputs:], mask, scale)
+        q, mask = q[:, :, -outputs:], self._visible(layer, pairs[:, -outputs:])
+        if not self.network.rotates:
+            self._rotate_cache(layer)
+            q = rotated_one(q, *self._angles_at(0, outputs))
+        return self._attend(layer, q, mask, scale)
 
-    def _attend(self, layer: int, end: Tensor, depth: int, q: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """Returns the attention of nodes at ``depth`` to the slots of a layer that ``mask`` covers."""
+    def _attend(self, layer: int, q: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Returns the attention of rotated queries to the slots of a layer that ``mask`` covers."""
         slots = slice(0, mask.shape[2])
-        q, keys, values = self._rotate(q, end, depth), self._keys[layer], self._values[layer]
-        return attend(q, keys[:, :, slots], values[:, :, slots], mask, scale)
+        return attend(q, self._keys[layer, :, :, slots], self._values[layer, :, :, slots], mask, scale)
 
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
@@ -272,7 +278,7 @@ class PairDrafter(RingDrafter):
             source = layer if depth >= network.layers else layer - 1
             above = self._hidden[source].gather(1, parents)
             mask = torch.cat([self._visible(layer, pairs, follow=True), ancestors], 2)
-            attended = partial(self._attend_to_tree, layer, end, depth, nodes, mask)
+            attended = partial(self._attend_to_tree, layer, depth, nodes, mask)
             hidden, read = network.forward(layer, tokens, above, pairs + 1, attended, tokens.shape[1])
             self._hidden[layer, :, nodes] = hidden
             normed = read if normed is None else normed
@@ -280,24 +286,23 @@ class PairDrafter(RingDrafter):
         return normed
 
     def _attend_to_tree(
-        self, layer: int, end: Tensor, depth: int, nodes: slice, mask: Tensor,
+        self, layer: int, depth: int, nodes: slice, mask: Tensor,
         q: Tensor, k: Tensor, v: Tensor, scale: float,
     ) -> Tensor:  # fmt: skip
         """Stores keys and values of nodes at ``depth``, and returns their attention, see
         ``PairNetwork.forward``.
         """
         slots = slice(self._nodes_at + nodes.start, self._nodes_at + nodes.stop)
-        self._keys[layer, :, :, slots] = self._rotate(k, end, depth)
-        self._values[layer, :, :, slots] = v
-        return self._attend(layer, end, depth, q, mask, scale)
+        if not self.network.rotates:
+            q, k = rotated(q, k, *self._angles_at(depth, q.shape[2]))
+        self._keys[layer, :, :, slots], self._values[layer, :, :, slots] = k, v
+        return self._attend(layer, q, mask, scale)
 
-    def _rotate(self, x: Tensor, end: Tensor, depth: int) -> Tensor:
-        """Rotates queries or keys of nodes at ``depth`` by their position within the cache."""
-        if self.network.rotates:
-            return x
-        position = (end - 1 - self._ring.dropped(end) + depth).clamp(0, self._positions - 1)
-        cos, sin = (angles[position].expand(-1, x.shape[2], -1) for angles in self._angles)
-        return rotated(x, cos, sin)
+    def _angles_at(self, depth: int, count: int) -> Iterator[Tensor]:
+        """Returns cosines and sines ``[B, count, key_size]`` of the position of nodes at ``depth`` within the
+        cache.
+        """
+        return (each[:, depth : depth + 1].expand(-1, count, -1) for each in self._turns)
 
     def _visible(self, layer: int, queries: Tensor, follow: bool = False) -> Tensor:
         """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.
@@ -313,20 +318,17 @@ class PairDrafter(RingDrafter):
         near = distance >= 0 if most is None else (distance >= 0) & (distance < most)
         return visible & near
 
-    def _rotate_cache(self, layer: int, end: Tensor) -> None:
+    def _rotate_cache(self, layer: int) -> None:
         """Rotates the cached keys of a layer by their positions within the cache."""
-        if self.network.rotates:
-            return
         # A sink's slot and pair have the same number.
-        positions = torch.where(self._is_sink, self._cached, self._cached - self._ring.dropped(end))
+        positions = torch.where(self._is_sink, self._cached, self._cached - self._dropped)
         positions = positions.clamp(0, self._positions - 1)
         cos, sin = self._angles
-        keys = rotated(self._raw_keys[layer], cos[positions], sin[positions])
+        keys = rotated_one(self._raw_keys[layer], cos[positions], sin[positions])
         self._keys[layer, :, :, : self._nodes_at] = keys
 
     def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
         """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
-        bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2).bool()
+        bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2)[:, :, : nodes.stop]
         # The root is left out, since its pair is in the cache.
-        bits[..., 0] = False
-        return bits[:, :, : nodes.stop]
+        return bits > self._is_root[: nodes.stop]
