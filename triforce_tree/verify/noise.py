@@ -44,8 +44,7 @@ class Noise:
             fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
-        for b in self.still:
-            self.exponential[b] = 1
+        self._set_still()
 
     def draw_rows(self, generators: Sequence[torch.Generator]) -> None:
         """Redraws the numbers of each sequence b from ``generators[b]``, as in a batch of one."""
@@ -54,8 +53,12 @@ class Noise:
                 fill_exponential(self.exponential[b], generator)
             if self.uniform.numel():
                 self.uniform[b].uniform_(generator=generator)
-        for b in self.still:
-            self.exponential[b] = 1
+        self._set_still()
+
+    def _set_still(self) -> None:
+        if self.still:
+            rows = torch.tensor(list(self.still), device=self.exponential.device)
+            self.exponential.index_fill_(0, rows, 1)
 
     def align(self, positions: Tensor) -> None:
         """Sets the positions of the next decisions. Noise that does not depend on positions ignores it.

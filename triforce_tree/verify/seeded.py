@@ -60,8 +60,9 @@ class Seeded:
 
     def begin(self, index: int, seed: int | None) -> None:
         """Sets the seed (None for no seed) of a sequence that begins at this batch index."""
+        if (self._seeds[index] is None) != (seed is None):
+            self.seeded[index] = seed is not None
         self._seeds[index], self._filled[index] = seed, 0
-        self.seeded[index] = seed is not None
 
     def fill(self, lengths: Sequence[int | None]) -> None:
         """Draws the noise of all positions that the next pass may decide on.
