@@ -113,7 +113,7 @@ class Batch:
             loop.close()
         # The scores of each sequence were passed to ``joining``.
         scores = scores if self._how.joining is None else None
-        out = self._output(self._request.given_ids, self._request.sequences, scores)
+        out = self._output(self._request.given_ids, self._request.sequences, scores, self._vocabulary)
         out.levels, out.prefill_seconds, out.decode_seconds = (
             loop.levels, loop.prefill_seconds, loop.decode_seconds
         )  # fmt: skip
@@ -227,13 +227,17 @@ class Batch:
     def _ended(self, sequence: Sequence) -> None:
         self._how.streamers.end(sequence.number)
         if self._how.joining is not None:
-            ids = id_tensor(sequence.prompt, self._request.given_ids.device)[None]
+            ids = id_tensor(sequence.prompt)[None]
             self._how.joining.ended(sequence.number, self._output(ids, [sequence], self._scores))
 
     def _output(
-        self, input_ids: Tensor, sequences: Sequences[Sequence], scores: EmittedScores | None
+        self,
+        input_ids: Tensor,
+        sequences: Sequences[Sequence],
+        scores: EmittedScores | None,
+        vocabulary: Vocabulary | None = None,
     ) -> GenerateOutput:
         """Returns the output of some sequences, which begins with their prompts ``input_ids`` ``[B, W]``."""
         found = scores.results([sequence.number for sequence in sequences]) if scores is not None else {}
         seconds = self._loop.program.capture_seconds
-        return output_of(input_ids, sequences, self._request.pad_token, self._vocabulary, seconds, found)
+        return output_of(input_ids, sequences, self._request.pad_token, vocabulary, seconds, found)

@@ -70,7 +70,8 @@ class Joining(Protocol):
         """
 
     def ended(self, number: int, output: Any) -> None:
-        """Receives the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone.
+        """Receives the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone, with
+        ``sequences`` in host memory and without ``text``, which its streamer can follow.
 
         If the sequence was decoded with others, ``levels`` has the target alone, ``prefill_seconds`` includes
         all prompts that joined at the same time, and ``decode_seconds`` runs from its first pass to its last.
