@@ -22,6 +22,7 @@ from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import keep_chunks
 from triforce_tree.models.experts.few_row import capturable_experts
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.running_forward import ATTENTION, Attend, running_forward
 from triforce_tree.runtime.capture_probe import why_not_capturable
@@ -72,6 +73,7 @@ class MtpNetwork:
         model.config._attn_implementation_internal = ATTENTION
         experts = model.config._experts_implementation
         model.config._experts_implementation = capturable_experts(experts, target.dtype, target.device)
+        KernelLayers(self.model).attach(self.model)
         self._measure(target.device)
         self._compare(reference, target)
         self.capturable = self._captures(target)
