@@ -49,21 +49,21 @@ def served(
     monkeypatch.setattr(engine, "generate", counted)
     monkeypatch.setattr(Scheduler, "joining", after_all_have_come)
     scheduler = Scheduler(engine, Limits(batch=3), lambda text: None)
-    texts, ends = list[ServedText](), list[threading.Event]()
+    texts, pieces, ends = list[ServedText](), list[list[str]](), list[threading.Event]()
     try:
         for wave in waves:
-            ended = [threading.Event() for _ in wave]
+            ended, written = [threading.Event() for _ in wave], [list[str]() for _ in wave]
             coming = [
                 ServedText(
                     engine.tokenizer.encode("The name is "),
                     {"max_new_tokens": most, "temperature": 0.0, **({"grammar": grammar} if grammar else {})},
                     (),
-                    lambda piece, end=end: end.set() if piece is None else None,
+                    lambda piece, own=own, end=end: end.set() if piece is None else own.append(piece),
                 )
-                for (grammar, most), end in zip(wave, ended, strict=True)
+                for (grammar, most), own, end in zip(wave, written, ended, strict=True)
             ]
             scheduler.submit(coming)
-            texts, ends = texts + coming, ends + ended
+            texts, pieces, ends = texts + coming, pieces + written, ends + ended
             assert begun.wait(PATIENCE)
         came.set()
         for end in ends:
@@ -72,7 +72,7 @@ def served(
         came.set()
         scheduler.close()
     assert [text.error for text in texts] == [None] * len(texts)
-    return [text.result("text") for text in texts], sizes
+    return ["".join(own) for own in pieces], sizes
 
 
 def test_texts_with_different_grammars_share_a_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ class Noise:
         self.exponential = torch.ones(batch, rows, vocabulary, dtype=torch.float32, device=device)
         self.uniform = torch.zeros(batch, uniforms, dtype=torch.float32, device=device)
         self.still: Collection[int] = ()
+        self._were_still: set[int] = set()
+        self._still_rows: Tensor
 
     def draw(self, generator: torch.Generator) -> None:
         """Redraws the numbers for the next run."""
@@ -56,9 +58,13 @@ class Noise:
         self._set_still()
 
     def _set_still(self) -> None:
-        if self.still:
-            rows = torch.tensor(list(self.still), device=self.exponential.device)
-            self.exponential.index_fill_(0, rows, 1)
+        if not self.still:
+            return
+        if self._were_still != set(self.still):
+            # Only after a change, as a copy to the device waits for the stages before it.
+            self._were_still = set(self.still)
+            self._still_rows = torch.tensor([*self._were_still], device=self.exponential.device)
+        self.exponential.index_fill_(0, self._still_rows, 1)
 
     def align(self, positions: Tensor) -> None:
         """Sets the positions of the next decisions. Noise that does not depend on positions ignores it.
