@@ -357,7 +357,7 @@ class DecodingProgram:
             if shape:
                 view = view.resized(nodes, draft.tree.depths.tolist())
             for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
-                # A verifier knows the outputs of one captured forward.
+                # Each has its own verifier, which knows the outputs of one captured forward.
                 verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
                 stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
         if view is None or self.two_levels:
