@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from triforce_tree.runtime.packed import Packed
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,7 @@ def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
     bits = torch.zeros(queries, words * 64, dtype=torch.bool, device=mask.device)
     bits[:, :tail] = mask
     if mask.device.type == "cpu":
-        import numpy
-
-        packed = numpy.packbits(bits.numpy(), axis=1, bitorder="little").view(numpy.int64)
+        packed = np.packbits(bits.numpy(), axis=1, bitorder="little").view(np.int64)
         return torch.from_numpy(packed)
     place = torch.arange(64, device=mask.device)
     return (bits.view(queries, words, 64).long() << place).sum(-1)
@@ -193,62 +194,30 @@ def plan_trees(
         masks: bool ``[T_b, N_b]`` for each sequence b, over the last N_b positions of the sequence.
         lengths: ``[B]``, positions of each sequence before the tail.
     """
-    counts = [m.shape[0] for m in masks]
-    tails = [m.shape[1] for m in masks]
-    words = max(1, -(-max(tails) // 64))
-    packed = [pack_mask(m, words).to(device) for m in masks]
-    firsts = _running(counts)
-    columns = [list(range(len(counts))), [0] * len(counts), tails, firsts, counts, firsts]
-    owners = [s for s, count in enumerate(counts) for _ in range(count)]
-    mask = packed[0] if len(packed) == 1 else torch.cat(packed)
-    return planned(heads, columns, lengths, owners, list(range(sum(counts) + 1)), mask, device)
-
-
-def _running(counts: Sequence[int]) -> list[int]:
-    sums = [0]
-    for count in counts[:-1]:
-        sums.append(sums[-1] + count)
-    return sums
-
-
-def planned(
-    heads: Heads,
-    columns: Sequence[Sequence[int]],
-    lengths: Sequence[int] | Tensor,
-    owners: Sequence[int],
-    owner_start: Sequence[int],
-    mask: Tensor,
-    device: torch.device | str,
-) -> Plan:
-    """Returns a plan of arbitrary segments.
-
-    Args:
-        columns: the six rows of ``Plan.segments`` as lists.
-        lengths: unmasked positions of each segment.
-        owners, owner_start: as in :class:`Plan`, as lists.
-        mask: int64 mask words ``[queries, words]`` on the device.
-    """
-    counts = columns[4]
-    # One transfer copies all integers, so that a plan takes less time than the launches that it saves.
-    flat: list[int] = []
-    spans = []
-    known = [0] * len(counts) if isinstance(lengths, Tensor) else lengths
-    for part in (known, [x for column in columns for x in column], owner_start, owners):
-        spans.append(slice(len(flat), len(flat) + len(part)))
-        # Every part is aligned to 16 bytes, because Triton specialises kernels on the alignment of pointers.
-        flat += [*part, *[0] * (-len(part) % 4)]
-    table = torch.tensor(flat, dtype=torch.int32, device="cpu").to(device)
-    device_lengths, segments, device_owner_start, device_owners = (table[span] for span in spans)
+    counts, tails = ([mask.shape[dim] for mask in masks] for dim in (0, 1))
+    words, device = max(1, -(-max(tails) // 64)), torch.device(device)
+    packed = [pack_mask(mask, words).to(device) for mask in masks]
+    segments, queries = len(counts), sum(counts)
+    shapes = (segments,), (6, segments), (queries + 1,), (queries,)
+    table = Packed(device, *((shape, torch.int32) for shape in shapes))
+    known, columns, owner_start, owners = table.arrays
+    numbers, firsts = np.arange(segments), np.cumsum(counts) - counts
+    columns[:] = np.broadcast_arrays(numbers, 0, tails, firsts, counts, firsts)
+    owner_start[:], owners[:] = np.arange(queries + 1), numbers.repeat(counts)
+    if not isinstance(lengths, Tensor):
+        known[:] = lengths
+    table.send()
+    device_lengths, device_segments, device_owner_start, device_owners = table.tensors
     if isinstance(lengths, Tensor):
         device_lengths.copy_(lengths)
     return Plan(
         heads=heads,
-        queries=len(owner_start) - 1,
+        queries=queries,
         lengths=device_lengths,
-        segments=segments.view(6, len(counts)),
-        mask=mask,
+        segments=device_segments,
+        mask=packed[0] if len(packed) == 1 else torch.cat(packed),
         owner_start=device_owner_start,
         owners=device_owners,
-        seen=sum(counts),
+        seen=queries,
         max_queries=max(counts),
     )
