@@ -5,6 +5,7 @@ computes the same in plain torch.
 """
 
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,30 +13,37 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from triforce_tree.drafters.token_map import ABSENT
 from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
+from triforce_tree.kernels.operators import Operator
 from triforce_tree.kernels.pointwise.reference import gated, rotary
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Attended = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Stores keys and values, and returns the attention of the last queries, see ``PairNetwork.forward``."""
+
+
+def _or_plain(operator: Operator[P, R]) -> Callable[P, R]:
+    """Returns the operator, or its definition in plain torch where gradients may be needed."""
+    return operator.definition if torch.is_grad_enabled() else operator
 
 
 class RmsNorm(LlamaRMSNorm):
     """An RMS norm as in Llama."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        made = row_rms_norm.definition if torch.is_grad_enabled() else row_rms_norm
-        return made(hidden_states, self.weight, self.variance_epsilon, 0.0, False)
+        return _or_plain(row_rms_norm)(hidden_states, self.weight, self.variance_epsilon, 0.0, False)
 
     def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``x + residual`` and its norm."""
-        made = add_rms_norm.definition if torch.is_grad_enabled() else add_rms_norm
-        return made(x, residual, self.weight, self.variance_epsilon, 0.0, False)
+        return _or_plain(add_rms_norm)(x, residual, self.weight, self.variance_epsilon, 0.0, False)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Applies rotary embeddings to queries and keys ``[B, H, T, D]``; cosines and sines are fp32
     ``[B, T, D]``.
     """
-    return (rotary.definition if torch.is_grad_enabled() else rotary)(q, k, cos, sin)
+    return _or_plain(rotary)(q, k, cos, sin)
 
 
 def rotated_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -46,7 +54,7 @@ def rotated_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
     """Returns ``silu(gate) * up``, ``[..., N]``."""
-    return (gated.definition if torch.is_grad_enabled() else gated)(gate, up, "silu")
+    return _or_plain(gated)(gate, up, "silu")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
