@@ -86,15 +86,16 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     Returns:
         These layers, and those of 8 bits or over blocks of a GGUF file, which always use our kernel.
     """
-    native = library() is not None
-    replaced = [
+    found = [
         layer
         for layer in model.modules()
-        if (native or ONEDNN)
-        and is_plain_linear(layer)
+        if is_plain_linear(layer)
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
     ]
+    # The library is compiled where it is first asked for, which takes seconds.
+    native = bool(found) and library() is not None
+    replaced = found if native or ONEDNN else []
     copies = sum(layer.weight.nbytes for layer in replaced if layer.weight not in _narrowed) // 2
     narrow = copies <= _MOST_MEMORY * psutil.virtual_memory().available
     for layer in replaced:
