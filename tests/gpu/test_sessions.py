@@ -14,6 +14,7 @@ from tests.support.models.pair_on_gpu import long_text, pair_on
 from triforce_tree import Engine
 from triforce_tree.check.ties import first_difference
 from triforce_tree.config import load_arguments
+from triforce_tree.kernels.attention import prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +95,26 @@ def test_questions_about_one_document_are_answered_as_alone(engines: Engines) ->
         out = engines.warm.generate(asked, max_batch=3, **HOW)
         for sequence, question in zip(out.sequences.tolist(), asked, strict=True):
             engines.check(question, sequence[-NEW:])
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_prompts_of_other_lengths_need_few_plans_of_cudnn(
+    bits: int, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's attention makes a plan for each shape and stride, which takes 0.04 s."""
+    engine = pair_on(DEVICE, torch.bfloat16, kv_bits=bits, prefix_cache=False)
+    plans, own = set[Any](), prefill._cudnn
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, *how: Any, **named: Any) -> Any:
+        plans.add((q.shape, q.stride(), k.shape, k.stride()))
+        return own(q, k, *how, **named)
+
+    monkeypatch.setattr(prefill, "_cudnn", recorded)
+    text, counts = long_text(), list[int]()
+    for length in (12_000, 11_000, 10_007, 9_500):
+        given = [text[at : at + length] for at in range(0, 1000 * prompts, 1000)]
+        engine.generate(given, **{**HOW, "max_new_tokens": 2})
+        counts.append(len(plans))
+    assert 0 < counts[-1] <= counts[0] + 2
+    engine.close()

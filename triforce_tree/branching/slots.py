@@ -40,10 +40,11 @@ class NodeCache(PromptCache):
         visible = length if params.window is None else min(length, params.window + count - 1)
         if (count, visible) not in self._places:
             stop = length - node.start
-            both = node.slots(stop - count, stop, page), node.path_slots(stop, visible, page)
-            written, seen = (selection(slots, k.device) for slots in both)
-            self._places[count, visible] = written, seen
-        keys, values = self._pages.store.append_at(layer, *self._places[count, visible], k, v)
+            self._places[count, visible] = (
+                selection(node.slots(stop - count, stop, page), k.device),
+                selection(node.path_slots(stop, visible, page), k.device, spare=True),
+            )
+        keys, values = self._pages.store.append_at(layer, *self._places[count, visible], visible, k, v)
         # Layers that share another's keys may have been left with the last queries alone.
         return windowed_attention(q, keys, values, params, length - q.shape[2]).transpose(1, 2)
 

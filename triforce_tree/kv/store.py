@@ -16,6 +16,7 @@ from torch import Tensor
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
+from triforce_tree.kernels.attention.prefill import capacity
 from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.window import ring_table
 from triforce_tree.models.attention import KVShape
@@ -413,6 +414,11 @@ class KVStore:
         else:
             for old, new in zip(cached, fresh, strict=True):
                 old[:, :, start:stop] = new
+            if own.scales is not None:
+                # Later slots are dequantised for their memory only.
+                most = capacity(stop) if k.is_cuda else stop
+                found = dequantised([old[:, :, :most] for old in cached], k.dtype)
+                return found[0][:, :, :stop], found[1][:, :, :stop]
             seen = [old[:, :, :stop] for old in cached]
         return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels.attention.prefill import capacity
 from triforce_tree.kv.offload.host_store import Offload, piece_slots, round_up, window_slots
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
@@ -315,6 +316,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         chunks = max_seq_len // config.retrieval.chunk * sizes.full_layers * workload.batch
         means = chunks * sizes.kv_heads * config.retrieval.columns(sizes.head_dim) * sizes.itemsize
     chunk = config.prefill_chunk or 4096
+    copied = capacity(workload.prompt)
     device = {
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,
@@ -325,9 +327,9 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         **_states_and_windows(sizes, config, levels, workload),
         "chunk means": means,
         "prefill": chunk * memory_map.activations(sizes)
-        + workload.prompt * sizes.prefill_row
+        + copied * sizes.prefill_row
         # A prompt's end is fed over a copy of one layer's slots.
-        + (workload.prompt * sizes.row if workload.pool else 0)
+        + (copied * sizes.row if workload.pool else 0)
         + sizes.prefill_blocks,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,

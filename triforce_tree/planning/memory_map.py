@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, drafter_bytes
-from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
+from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes, capacity
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.views import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
@@ -303,7 +303,8 @@ def prefill(
         tokens = 0
     hidden = (tokens * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     recent = recent_slots * sizes.full_layers * sizes.row
-    working = sizes.prefill_blocks + prompt * sizes.prefill_row + chunk * activations(sizes)
+    copied = capacity(prompt) * sizes.prefill_row
+    working = sizes.prefill_blocks + copied + chunk * activations(sizes)
     return layer + recent + hidden + working
 
 

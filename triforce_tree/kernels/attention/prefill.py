@@ -20,6 +20,14 @@ _SCORES = 1 << 26
 _BLOCK = 4096
 
 
+def capacity(positions: int) -> int:
+    """Returns for how many positions a copy of keys and values on a GPU should have memory.
+
+    cuDNN's attention makes a plan, for 0.04 s, whenever strides are new. Powers of two have few strides.
+    """
+    return 1 << (positions - 1).bit_length() if positions > _BLOCK else positions
+
+
 def causal_attention(
     q: Tensor,
     k: Tensor,
@@ -314,11 +322,12 @@ def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
     Torch's flash attention needs equal widths, and its fallback holds the scores of a whole chunk in memory.
     The zeros change neither scores nor outputs.
     """
-    value_dim, missing = v.shape[3], k.shape[3] - v.shape[3]
+    value_dim, missing, positions = v.shape[3], k.shape[3] - v.shape[3], k.shape[2]
+    rest = capacity(positions) - positions if k.is_cuda else 0
     if missing > 0:
-        v = F.pad(v, (0, missing))
+        v = F.pad(v, (0, missing, 0, rest))[:, :, :positions]
     else:
-        q, k = (F.pad(t, (0, -missing)) for t in (q, k))
+        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing, 0, rest))[:, :, :positions]
     return _causal(q, k, v, scale, window, None, None)[..., :value_dim]
 
 

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from triforce_tree.kernels.attention.prefill import capacity
+from triforce_tree.runtime.devices import sent
+
 
 class FreePages:
     """Gives out pages, and takes them back. Each page has one owner: a chunk, a sequence, or a node.
@@ -57,8 +60,14 @@ def slots_in(pages: Sequence[int], first: int, stop: int, page: int) -> np.ndarr
     return np.asarray(pages, dtype=np.int64)[tokens // page] * page + tokens % page
 
 
-def selection(slots: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy."""
+def selection(slots: np.ndarray, device: torch.device, spare: bool = False) -> slice | torch.Tensor:
+    """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy.
+
+    Args:
+        spare: whether another index repeats the last slot, so that a copy on a GPU has :func:`capacity`.
+    """
     if len(slots) and bool((np.diff(slots) == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
-    return torch.from_numpy(slots).to(device)
+    if spare and device.type == "cuda":
+        slots = np.pad(slots, (0, capacity(len(slots)) - len(slots)), "edge")
+    return sent(torch.from_numpy(slots), device)

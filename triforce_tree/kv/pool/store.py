@@ -39,7 +39,7 @@ class PagedStore(KVStore):
         super().__init__(full, 1, slots, target.device, target.dtype, page, bits=bits, beside=beside)
 
     def append_at(
-        self, layer: int, written: slice | Tensor, seen: slice | Tensor, k: Tensor, v: Tensor
+        self, layer: int, written: slice | Tensor, seen: slice | Tensor, visible: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stores the next keys and values of a text, and returns those of the slots that it sees.
 
@@ -47,7 +47,9 @@ class PagedStore(KVStore):
         and values are copied for it where the slots are not consecutive, those of one layer at a time.
 
         Args:
-            written, seen: slots of the new tokens, and of all that they may see, the new ones included.
+            written, seen: slots of the new tokens, and of all that they may see, the new ones included; see
+                :func:`selection`.
+            visible: tokens that they may see.
             k, v: ``[1, H_kv, T, D]`` and ``[1, H_kv, T, D_v]``.
         """
         own, found = self.layers[layer], list[Tensor]()
@@ -56,7 +58,8 @@ class PagedStore(KVStore):
             slots = part[:1]
             slots[:, :, written] = new.to(slots.dtype)
             found.append(slots[:, :, seen])
-        return (found[0], found[1]) if own.scales is None else dequantised(found, k.dtype)
+        keys, values = found if own.scales is None else dequantised(found, k.dtype)
+        return keys[:, :, :visible], values[:, :, :visible]
 
     @property
     def stored(self) -> list[Tensor]:
@@ -172,17 +175,18 @@ class PooledStore(PagedStore):
         for plan in self._plans:
             plan.set(segments, ends)
 
-    def _slots(self, b: int, start: int, stop: int) -> slice | Tensor:
-        """Returns the slots of positions ``start`` to ``stop`` of a sequence."""
-        return selection(slots_in([*self.shared[b], *self.own[b]], start, stop, self.page), self.device)
+    def _slots(self, b: int, start: int, stop: int, spare: bool = False) -> slice | Tensor:
+        """Returns the slots of positions ``start`` to ``stop`` of a sequence, see :func:`selection`."""
+        slots = slots_in([*self.shared[b], *self.own[b]], start, stop, self.page)
+        return selection(slots, self.device, spare)
 
     def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVStore` and :meth:`append_at`."""
         key, stop = (b, start, k.shape[2]), start + k.shape[2]
         if self._selected is None or self._selected[0] != key:
             # All layers of a forward have the same slots.
-            self._selected = key, self._slots(b, start, stop), self._slots(b, 0, stop)
-        return self.append_at(layer, *self._selected[1:], k, v)
+            self._selected = key, self._slots(b, start, stop), self._slots(b, 0, stop, spare=True)
+        return self.append_at(layer, *self._selected[1:], stop, k, v)
 
     def positions(self, b: int, start: int, stop: int) -> list[Tensor]:
         """See :class:`KVStore`; these are copies where the pages are not consecutive."""
