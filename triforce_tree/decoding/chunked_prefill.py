@@ -1,17 +1,20 @@
 """Prefills prompts in chunks between the passes of other sequences."""
 
-import time
+import math
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.stage_clock import Mark
 from triforce_tree.runtime.stats import Progress
 
-# Seconds of prefill between two passes, unless a single chunk takes longer.
+# Device seconds of prefill between two passes, unless a single chunk takes longer.
 _PAUSE = 0.1
 # The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
 _TURN = 4
@@ -36,8 +39,19 @@ class _Prompt:
         return len(self.sequence.tokens) - self.held
 
 
+class _Chunk(NamedTuple):
+    """A chunk that the device computes, between two marks."""
+
+    sequence: Sequence
+    tokens: int
+    start: Mark
+    stop: Mark
+
+
 class ChunkedPrefill:
     """Prefills the prompts of sequences that have joined a batch.
+
+    The host does not wait for a chunk: it prepares the next pass, which the device computes afterwards.
 
     Args:
         reuse: which tokens that the cache holds from earlier generations are kept.
@@ -50,6 +64,9 @@ class ChunkedPrefill:
         self._prompts: dict[int, _Prompt] = {}
         # Batch indices whose state on the device is not that of their text.
         self._stale: set[int] = set()
+        # Chunks that are not known to be complete, and the seconds per token of the last one that is.
+        self._begun: deque[_Chunk] = deque()
+        self._seconds_per_token: float | None = None
 
     def __contains__(self, index: int) -> bool:
         """Returns whether the prompt at a batch index is not complete."""
@@ -92,29 +109,40 @@ class ChunkedPrefill:
         self._prompts.clear()
         self._stale.clear()
 
-    def run(self, program: DecodingProgram, synchronize: Callable[[], None]) -> list[int]:
-        """Prefills chunks for a while; returns the batch indices of prompts that are complete now.
-
-        Args:
-            synchronize: waits for the device.
-        """
-        start, complete = time.perf_counter(), list[int]()
+    def run(self, program: DecodingProgram) -> list[int]:
+        """Begins chunks that take a while; returns the batch indices of prompts that are complete then."""
+        seconds, complete = 0.0, list[int]()
         while indices := list(self.running):
-            before = time.perf_counter()
+            # One chunk may wait for the one that the device computes.
+            self.settle(1)
             self._chunks += 1
             index = indices[0]
             if self._chunks % _TURN:
                 index = min(indices, key=lambda each: self._prompts[each].left)
-            sequence = self._prompts[index].sequence
+            sequence, start = self._prompts[index].sequence, Mark(program.device)
+            before = sequence.computed
             if self._prefill_chunk(program, index):
                 complete.append(index)
-            synchronize()
-            now = time.perf_counter()
-            sequence.prefill_seconds += now - before
+            tokens = sequence.computed - before
+            self._begun.append(_Chunk(sequence, tokens, start, Mark(program.device)))
+            self.settle(2)
+            # The first chunks of all are measured before others follow them.
+            last = math.inf if self._seconds_per_token is None else tokens * self._seconds_per_token
+            seconds += last
             # All ranks stop after the same chunk.
-            if distributed.broadcast_object(now - start + (now - before) > _PAUSE):
+            if distributed.broadcast_object(seconds + last > _PAUSE):
                 break
         return complete
+
+    def settle(self, most: int = 0) -> None:
+        """Notes how long the chunks took that are complete, and waits until at most ``most`` are not."""
+        while self._begun and (len(self._begun) > most or self._begun[0].stop.reached):
+            sequence, tokens, start, stop = self._begun.popleft()
+            stop.wait()
+            seconds = stop.since(start)
+            sequence.prefill_seconds += seconds
+            if tokens:
+                self._seconds_per_token = seconds / tokens
 
     def rest(self, program: DecodingProgram, texts: Callable[[], Sequences[list[int]]]) -> None:
         """Lets passes of the others run: each stale sequence gets a state that they leave as it is.

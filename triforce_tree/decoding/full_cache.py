@@ -25,6 +25,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import id_tensor
 
 # Chunks are updated in multiples of this number, so that few kernels are compiled. Chunks after the text are
 # not read.
@@ -89,7 +90,7 @@ class ChunkMeans:
 
     def _update(self, first: Sequence[int], count: int) -> None:
         assert self._view is not None
-        starts = torch.tensor(first, device=self._device)
+        starts = id_tensor(first, self._device)
         self._view.update_chunk_means(starts, -(-count // _STEP) * _STEP)
 
 

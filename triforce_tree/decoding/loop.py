@@ -23,6 +23,7 @@ from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.devices import overwrite
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress, added
@@ -112,7 +113,7 @@ class DecodingLoop:
         joining: sequences without KV slots, in the order in which they joined.
         program: the program that decodes them.
         passes: the number of passes by kind.
-        prefill_seconds, decode_seconds: host time.
+        prefill_seconds, decode_seconds: host time; of a prompt that joins, a sequence has the device's time.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
@@ -436,7 +437,7 @@ class DecodingLoop:
         if not self._chunked.waits:
             return
         start = time.perf_counter()
-        complete = self._chunked.run(self.program, self._clock.synchronize)
+        complete = self._chunked.run(self.program)
         if complete:
             for b in complete:
                 self.program.begin(b, self._texts())
@@ -444,7 +445,6 @@ class DecodingLoop:
             self.chooser.joined()
         if any(self._decoding):
             self._chunked.rest(self.program, self._texts)
-        self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
     def _admit(self) -> None:
@@ -528,7 +528,7 @@ class DecodingLoop:
     def _update_active(self) -> None:
         """Tells the stages which sequences run."""
         running = [s is not None for s in self._decoding]
-        self.program.state.active.copy_(torch.tensor(running, device="cpu"))
+        overwrite(self.program.state.active, torch.tensor(running, device="cpu"))
 
     # A pass
 
@@ -559,6 +559,9 @@ class DecodingLoop:
                 clock.mark(level)
             if meanwhile is not None:
                 meanwhile()
+            # The device may have computed chunks of prompts before the pass.
+            waited = clock.wait_for_start()
+            self.prefill_seconds += waited
             results = program.state.pass_results().cpu()
             # Of a plain pass, only the columns that it writes.
             report: list[list[int]] = (results[:, :5] if kind == PLAIN else results).tolist()
@@ -573,7 +576,8 @@ class DecodingLoop:
             without = kind == PLAIN or chooser.matched(kind)
             resumed, self._after_plain = self._after_plain and not without, without
             self._count(kind, report, fresh, seconds)
-            taken = time.perf_counter() - program.capture_seconds - start
+            taken = time.perf_counter() - program.capture_seconds - start - waited
+            self._chunked.settle()
             chooser.observe(kind, report, taken, resumed)
         except BaseException:
             # An interrupted or failed pass may have left anything in the cache.

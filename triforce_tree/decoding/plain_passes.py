@@ -12,6 +12,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 
@@ -80,7 +81,7 @@ class PlainPasses:
         assert self._program is not None, "no pass was made"
         state = self._program.state
         # The pass has appended the most probable tokens, which the given ones replace.
-        given = torch.tensor(tokens, dtype=torch.int64, device=state.device)
+        given = id_tensor(tokens, state.device)
         state.tokens.scatter_(1, state.length[:, None], given[:, None])
         self._program.cache.committed([[token] for token in tokens])
         for sequence, token in zip(self.sequences, tokens, strict=True):

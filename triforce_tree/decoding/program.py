@@ -568,7 +568,7 @@ class DecodingProgram:
         self._choose_frequencies(prompts, lengths)
         if self.cache.holds([len(p) - 1 for p in prompts]):
             if self.state.features is not None:
-                self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
+                self.state.features.rewind(id_tensor([len(p) - 1 for p in prompts], self.device))
             self._start(prompts)
             if self.drafter is not None:
                 self.drafter.start(prompts)
@@ -593,7 +593,7 @@ class DecodingProgram:
         state, lengths = self.state, [len(p) - 1 for p in prompts]
         for b, prompt in enumerate(prompts):
             state.tokens[b, : len(prompt)] = id_tensor(prompt, self.device)
-        state.length.copy_(torch.tensor(lengths, device=self.device))
+        state.length.copy_(id_tensor(lengths, self.device))
         state.active.fill_(1)
         for counts in (state.has_nan, state.chain, state.retrieval_emitted):
             counts.zero_()

@@ -23,6 +23,7 @@ from triforce_tree.models.running_forward import ChunkPass
 from triforce_tree.models.step_model import MOST_ROWS
 from triforce_tree.runtime.progress_log import logged
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.runtime.token_ids import id_tensor
 
 
 class DraftWindow(Protocol):
@@ -138,7 +139,7 @@ class RecomputedWindow:
 
     def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
         """Writes the keys and values of ``tokens`` into the KV slots of sequence b from ``first`` on."""
-        ids, end = torch.tensor([tokens], device=self._model.device), first + len(tokens)
+        ids, end = id_tensor(tokens, self._model.device)[None], first + len(tokens)
         positions = torch.arange(first, end, device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:

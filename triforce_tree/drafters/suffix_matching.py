@@ -15,7 +15,9 @@ from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.kernels.suffix import index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.runtime.devices import overwrite
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import chain_shape
 from triforce_tree.verify.probs import Sampler
@@ -62,7 +64,8 @@ class SuffixMatching(Drafter):
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
         self._forced = torch.full_like(self._chain, -1)
-        self._last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
+        self._no_match = torch.tensor([-1, 0], device=device)
+        self._last = self._no_match.repeat(batch, 1)
         self._counts = torch.zeros(batch, classes, 2, dtype=torch.float32, device=device)
         # The most tokens that a pass commits.
         self._most_new = state.new_tokens.shape[1]
@@ -79,7 +82,7 @@ class SuffixMatching(Drafter):
                 self._table[b].fill_(-1)
                 self._indexed[b] = 0
         self._texts = [None if self._state.made_up else sequence for sequence in sequences]
-        self._last.copy_(self._last.new_tensor([-1, 0]))
+        self._last.copy_(self._no_match)
         self._counts.zero_()
         self._forced.fill_(-1)
         self._known = [len(sequence) for sequence in sequences]
@@ -88,7 +91,7 @@ class SuffixMatching(Drafter):
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         self._table[b] = -1
         self._indexed[b] = 0
-        self._last[b] = self._last.new_tensor([-1, 0])
+        self._last[b] = self._no_match
         self._counts[b] = 0
         self._forced[b] = -1
         self._texts[b], self._known[b] = sequences[b], len(sequences[b])
@@ -108,7 +111,7 @@ class SuffixMatching(Drafter):
 
     def force(self, tokens: Sequence[Sequence[int]]) -> None:
         padded = [[*own[: self.length], *[-1] * (self.length - len(own))] for own in tokens]
-        self._forced.copy_(torch.tensor(padded, device="cpu"))
+        overwrite(self._forced, torch.tensor(padded, device="cpu"))
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest
@@ -132,7 +135,7 @@ class SuffixMatching(Drafter):
 
     def _catch_up(self) -> None:
         """Indexes all n-grams of the known tokens of each sequence."""
-        until = torch.tensor([known - 1 for known in self._known], device=self._indexed.device)
+        until = id_tensor([known - 1 for known in self._known], self._indexed.device)
         self._index(until, max(1, *self._known))
         self._indexed.copy_(until)
 

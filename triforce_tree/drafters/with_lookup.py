@@ -16,6 +16,7 @@ from triforce_tree.drafters.base import Drafter, TokenTree, shapes_of
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.store import KVStore
 from triforce_tree.policy.estimates import FORCED
+from triforce_tree.runtime.devices import overwrite
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Lookup
@@ -145,7 +146,7 @@ class WithLookup(Drafter):
                 count = min(count, match.most)
                 following = match.forced or index.continuation(match.end, count)
                 chain[:count] = following[:count]
-        self._proposed.copy_(torch.from_numpy(chains))
+        overwrite(self._proposed, torch.from_numpy(chains))
 
 
 class SuffixIndex:

@@ -37,8 +37,9 @@ from triforce_tree.models.supported import (
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.option_checks import check_positions
 from triforce_tree.runtime.cpu_threads import shared_cpus
-from triforce_tree.runtime.devices import plain_torch_modes, sent
+from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.runtime.locks import held
+from triforce_tree.runtime.token_ids import id_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -268,14 +269,13 @@ class HFModel:
         Raises:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
-        # The copy does not wait for the chunk before.
-        ids = sent(torch.tensor([tokens], device="cpu"), self.device)
+        ids = id_tensor(tokens, self.device)[None]
         positions = cache.positions(len(tokens)).to(self.device)[None]
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
         kept: int | Tensor = 1 if last_only else 0
         if last_only and every_state and self._shares_kv:
             # With a number, the layers of transformers would leave out tokens; with indices they do not.
-            kept = torch.tensor([len(tokens) - 1], device=self.device)
+            kept = id_tensor([len(tokens) - 1], self.device)
         with running_forward(cache.attend, states=cache.recurrent, indexed=cache.indexed) as forward:
             out = self.running(
                 input_ids=ids,

@@ -50,7 +50,12 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to ``device`` without waiting for the device's work."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def overwrite(target: Tensor, source: Tensor) -> None:
+    """Copies a host tensor into ``target`` without waiting for the device's work."""
+    target.copy_(pinned(source, target.device), non_blocking=True)
 
 
 def _why_no_cuda() -> str | None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triforce_tree.runtime.devices import overwrite
+
 # Triton specialises kernels on pointers of this alignment, in bytes.
 _ALIGNMENT = 16
 
@@ -38,5 +40,5 @@ class Packed:
         self.arrays: list[np.ndarray] = [part.numpy() for part in split(self._host)]
 
     def send(self) -> None:
-        """Copies all of them to the device."""
-        self._sent.copy_(self._host)
+        """Copies all of them to the device, without waiting for its work."""
+        overwrite(self._sent, self._host)

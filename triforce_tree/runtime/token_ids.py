@@ -7,10 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triforce_tree.runtime.devices import sent
+
 
 def id_tensor(ids: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """Returns ``torch.tensor(ids)``, int64 ``[L]``, in a seventh of its time (15 ms for 122,880 ids)."""
-    return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
+    """Returns ``torch.tensor(ids)``, int64 ``[L]``, in a seventh of its time (15 ms for 122,880 ids).
+
+    The copy to ``device`` does not wait for the device's work.
+    """
+    on_host = torch.from_numpy(np.array(ids, dtype=np.int64))
+    return on_host if device is None else sent(on_host, device)
 
 
 def left_padded(

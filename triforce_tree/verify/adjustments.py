@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from triforce_tree.runtime.devices import sent
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, words_of
@@ -69,7 +70,7 @@ class Adjustments:
             self._counts[index] = 0
             self._in_prompt[index] = False
             for known in (sorted(options.padding), tokens[options.repeated_from : options.new_from]):
-                self._in_prompt[index, id_tensor(known).to(self._counts.device)] = True
+                self._in_prompt[index, id_tensor(known, self._counts.device)] = True
             self.committed([(index, tokens[options.new_from :])])
 
     def _begin_words(self, index: int, options: SamplingOptions) -> None:
@@ -85,7 +86,7 @@ class Adjustments:
             return
         rows = [(index, token) for index, tokens in new for token in tokens]
         if rows:
-            places = torch.tensor(rows, device="cpu").to(self._counts.device)
+            places = sent(torch.tensor(rows, device="cpu"), self._counts.device)
             ones = torch.ones(len(rows), device=self._counts.device)
             self._counts.index_put_((places[:, 0], places[:, 1]), ones, accumulate=True)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
+from triforce_tree.runtime.token_ids import id_tensor
 
 
 class Noise:
@@ -61,9 +62,8 @@ class Noise:
         if not self.still:
             return
         if self._were_still != set(self.still):
-            # Only after a change, as a copy to the device waits for the stages before it.
             self._were_still = set(self.still)
-            self._still_rows = torch.tensor([*self._were_still], device=self.exponential.device)
+            self._still_rows = id_tensor([*self._were_still], self.exponential.device)
         self.exponential.index_fill_(0, self._still_rows, 1)
 
     def align(self, positions: Tensor) -> None:

@@ -18,8 +18,15 @@ from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
 
-# The clock of the tests goes on by a fixed time whenever it is read: a few chunks are prefilled at once.
+# Most chunks between two passes: each takes 1/64 s of the tests' clock.
 AT_ONCE = 4
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triforce_tree.decoding.chunked_prefill._PAUSE", AT_ONCE / 64)
+
+
 LONG, SHORT = prompt_of(300)[::-1], prompt_of(70)
 OWN_SLOTS = {
     "window": lambda: tiny("mistral-window"),

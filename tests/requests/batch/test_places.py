@@ -22,7 +22,8 @@ from triforce_tree.requests.streamers import TokenStreamer
 TEXT = prompt_of(400)
 # They branch within and between chunks of 16 tokens.
 DOCUMENTS = [TEXT[:150], TEXT[:70] + TEXT[200:300], TEXT[::-1][:90], TEXT[:33]]
-# Seconds of prefill between two passes: with none, each chunk is followed by a pass.
+# Seconds of prefill between two passes: with none, each chunk is followed by a pass. A chunk takes 1/64 s of
+# the tests' clock.
 PAUSE = "triforce_tree.decoding.chunked_prefill._PAUSE"
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -53,8 +54,9 @@ KINDS: dict[str, Callable[[], Engine]] = {
 
 
 @pytest.fixture(autouse=True)
-def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triforce_tree.requests.batch._PATIENCE", 3)
+    monkeypatch.setattr(PAUSE, 3.5 / 64)
 
 
 class Client(TokenStreamer):

@@ -9,6 +9,7 @@ from torch import Tensor
 from triforce_tree.drafters.heads.growth import GrowingDrafter
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.runtime.token_ids import id_tensor
 
 
 class Ring:
@@ -119,7 +120,7 @@ class RingDrafter(GrowingDrafter):
         Args:
             newest: the number of these positions; if it is ``window``, the first ones are computed too.
         """
-        end = torch.tensor(ends, device=self._state.device)[:, None]
+        end = id_tensor(ends, self._state.device)[:, None]
         if self.sinks and newest == self.window:
             first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
             self._store(end, first, first < end)
