@@ -10,7 +10,7 @@ ALONE, BESIDE = "alone", "beside another"
 # The part of a conversation's file without a trace; with one, the part has the trace's name.
 QUESTIONS = "questions"
 SERVING_FILE = "serving_{machine}.jsonl"
-_SERVING_H100 = SERVING_FILE.format(machine="h100")
+_SERVING = SERVING_FILE.format(machine="h200")
 REQUESTS: Columns = {
     "model": "{shape}", "request": "{turn}", "prompt": "{prompt_tokens:,}", "kept": "{reused_tokens:,}",
     "prefill, s": "{prefill_seconds:.2f}", "first token, s": "{first_token_seconds:.2f}",
@@ -131,8 +131,8 @@ TABLES = {
         "python -m scripts.benchmarks conversation --trace synthetic",
     ),
     "serving": Table(
-        _SERVING_H100,
-        listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING_H100)),
+        _SERVING,
+        listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING)),
         "python -m scripts.benchmarks serving",
     ),
     "requests": _table(FILE, _COMMAND),
