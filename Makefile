@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.user
 	@$(VENV)/bin/triforce-tree demo
 
-# Every test, with two of its parameter sets.
+# Every test, with two of its parameter sets; with one if it is slow.
 test: $(VENV)/.dev
 	$(PY) -m pytest --sample $(PYTEST_ARGS)
 

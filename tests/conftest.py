@@ -121,13 +121,17 @@ _frozen: tuple[Path | None, int] = (None, 0)
 
 
 def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns ``SAMPLED`` parameter sets of each test, the first and the last among them."""
+    """Returns ``SAMPLED`` parameter sets of each test, the first and the last among them; the first of a test
+    with slow ones.
+    """
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     steps = SAMPLED - 1
     return {
-        found[number * (len(found) - 1) // steps] for found in by_test.values() for number in range(SAMPLED)
+        found[number * (len(found) - 1) // steps]
+        for found in by_test.values()
+        for number in range(1 if any("slow" in item.keywords for item in found) else SAMPLED)
     }
 
 

@@ -45,6 +45,7 @@ print(json.dumps({"alone": alone, "beside": beside, "threads": torch.get_num_thr
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "triforce_tree"])
 def test_decoding_beside_others_takes_its_share(first: str) -> None:
     """With three other threads for each of ours, 4 times the time is fair; with spinning it took 40 times."""

@@ -127,8 +127,9 @@ def test_a_server_that_is_not_ready_is_passed_over(url: str, servers: list[Serve
     assert {asked(url, "x", x_session_id=f"talk-{number}") for number in range(12)} == {other}
     assert servers[gone].asked > 0
     servers[1 - gone].ready = False
-    with pytest.raises(HTTPError):
+    with pytest.raises(HTTPError) as refused:
         asked(url, "x")
+    refused.value.close()
 
 
 def test_streams_are_passed_on_at_once(url: str) -> None:

@@ -182,6 +182,7 @@ ENGINES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ENGINES)
 def test_random_requests_get_the_replies_that_they_get_alone(
@@ -203,7 +204,7 @@ def test_random_requests_get_the_replies_that_they_get_alone(
 
 def test_clients_that_leave_leave_nothing_behind() -> None:
     """In a process of its own, whose memory other tests do not use."""
-    requests = 100
+    requests = 60
     words = [sys.executable, "-m", "scripts.checks.many_requests", str(requests), "12"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

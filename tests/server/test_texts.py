@@ -170,7 +170,8 @@ def test_sampled_alternatives_are_json_without_collisions(script: Script, path: 
         f"{script.url}/v1/{path}", json.dumps(body | own).encode(),
         {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
     )  # fmt: skip
-    text = urlopen(request, timeout=PATIENCE).read().decode()
+    with urlopen(request, timeout=PATIENCE) as reply:
+        text = reply.read().decode()
     parts = [line.removeprefix("data: ") for line in text.split("\n") if line] if stream else [text]
 
     def refused(name: str) -> None:

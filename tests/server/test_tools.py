@@ -493,7 +493,8 @@ def posted(address: str, path: str, body: dict[str, Any]) -> Any:
         with urlopen(Request(address + path, json.dumps(body).encode(), headers), timeout=PATIENCE) as answer:
             return json.loads(answer.read())
     except HTTPError as problem:
-        return json.loads(problem.read())["error"]["message"]
+        with problem:
+            return json.loads(problem.read())["error"]["message"]
 
 
 def test_tokenize_and_detokenize(address: str, own_engine: Engine) -> None:
@@ -524,7 +525,8 @@ def test_models_have_their_length(own: openai.OpenAI, own_engine: Engine) -> Non
 
 def test_metrics_have_the_names_of_vllm(own: openai.OpenAI, address: str) -> None:
     chat(own, max_tokens=4)
-    text = urlopen(f"{address}/metrics", timeout=PATIENCE).read().decode()
+    with urlopen(f"{address}/metrics", timeout=PATIENCE) as reply:
+        text = reply.read().decode()
     label = f'{{model_name="{NAME}"}}'
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:"))
     assert float(values[f"vllm:generation_tokens_total{label}"]) == metric(address, "new_tokens_total")

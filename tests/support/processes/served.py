@@ -46,7 +46,8 @@ def expected(engine: Any, prompt: str, tokens: int) -> str:
 
 
 def metric(url: str, name: str) -> float:
-    text = urlopen(f"{url}/metrics", timeout=PATIENCE).read().decode()
+    with urlopen(f"{url}/metrics", timeout=PATIENCE) as reply:
+        text = reply.read().decode()
     values = [
         line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"triforce_tree_{name}")
     ]
