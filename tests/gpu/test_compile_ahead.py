@@ -74,6 +74,22 @@ def test_nothing_is_launched_and_nothing_is_compiled_twice() -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_each_specialisation_is_compiled() -> None:
+    """Launches of one kernel with other sizes, dtypes, and tensors that begin at other addresses."""
+    memory, weight = torch.randn(4001, device=CUDA), torch.ones(1200, device=CUDA)
+
+    def run() -> None:
+        for start, columns in ((0, 1200), (1, 1200), (0, 1008), (0, 1001), (0, 1200)):
+            x = memory[start : start + 3 * columns].view(3, columns)
+            for dtype in (torch.float32, torch.bfloat16):
+                row_rms_norm(x.to(dtype), weight[:columns].to(dtype), 1e-6, 0.0, True)
+
+    compile_together(run, CUDA)
+    with compiled() as names:
+        run()
+    assert not names
+
+
 def test_other_threads_launch_as_always() -> None:
     found: list[tuple[Tensor, Tensor]] = []
 

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
+# Triton specialises kernels on pointers of this alignment, in bytes.
+_ALIGNMENT = 16
 # The thread whose launches only compile their kernels.
 _compiles: int | None = None
 _one = threading.Lock()
@@ -39,6 +42,16 @@ def compiles_only() -> bool:
     return _compiles == threading.get_ident()
 
 
+def _kind(argument: Any) -> object:
+    """Returns what Triton may specialise a kernel for: the dtype and alignment of a tensor, or a value."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT
+    if hasattr(argument, "block_shape"):  # a descriptor of a tensor
+        sizes = (*argument.shape, *argument.strides, *argument.block_shape)
+        return _kind(argument.base), sizes
+    return argument
+
+
 @contextmanager
 def _launches_compile() -> Iterator[None]:
     """Is a context in which launches of this package's kernels in this thread only compile."""
@@ -46,10 +59,16 @@ def _launches_compile() -> Iterator[None]:
 
     global _compiles
     launch = JITFunction.run
+    # Triton looks for a kernel that is being compiled for a millisecond, and layers have the same ones.
+    found: dict[object, Any] = {}
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        own = compiles_only() and kernel.module.startswith("triforce_tree.")
-        return launch(kernel, *args, grid=grid, warmup=warmup or own, **options)
+        if not compiles_only() or not kernel.module.startswith("triforce_tree."):
+            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
+        key = id(kernel), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
+        if key not in found:
+            found[key] = launch(kernel, *args, grid=grid, warmup=True, **options)
+        return found[key]
 
     with _one:
         JITFunction.run, _compiles = run, threading.get_ident()
