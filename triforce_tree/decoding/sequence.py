@@ -59,7 +59,8 @@ class Sequence:
         reused: tokens of the prompt whose keys and values the cache held before.
         computed: tokens of the prompt that were computed for it, between passes of others.
         target: statistics of the target's passes over it.
-        prefill_seconds: the seconds of its prefill, with all prompts that were prefilled at the same time.
+        prefill_seconds: the seconds of its prefill: those of the device if it joined others, else those of
+            the host for all prompts together.
         decode_seconds: the seconds of the passes from its first to its last one.
     """
 
