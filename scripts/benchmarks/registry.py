@@ -13,13 +13,11 @@ class Benchmark(NamedTuple):
     Attributes:
         about: what it measures.
         writes: name of its file in docs/results; "" where it writes none there.
-        to_file: ``--out`` names a file, not a folder.
     """
 
     module: str
     about: str
     writes: str = ""
-    to_file: bool = False
 
     def wrote(self, file: str) -> bool:
         """Returns whether it writes results files of this name."""
@@ -29,10 +27,6 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "tables": Benchmark("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
-    "series": Benchmark(
-        "benchmarks.series.run",
-        "the benchmarks of a GPU one after another, within a time limit",
-    ),
     "texts": Benchmark("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "requests": Benchmark(
         "benchmarks.requests.run",
@@ -87,7 +81,6 @@ BENCHMARKS = {
     "paper": Benchmark(
         "benchmarks.paper",
         "tables 2 to 4 of TriForce's paper with any pair: docs/benchmarks.md",
-        to_file=True,
     ),
     "exact": Benchmark(
         "benchmarks.exact.run",
@@ -98,6 +91,5 @@ BENCHMARKS = {
         "checks.kernels_by_arch.__main__",
         "compiles every kernel for GPUs not at hand",
         "kernels_by_arch.jsonl",
-        to_file=True,
     ),
 }

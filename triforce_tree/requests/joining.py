@@ -73,6 +73,6 @@ class Joining(Protocol):
         """Receives the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone, with
         ``sequences`` in host memory and without ``text``, which its streamer can follow.
 
-        If the sequence was decoded with others, ``levels`` has the target alone, ``prefill_seconds`` are those
-        of the device for its prompt, and ``decode_seconds`` runs from its first pass to its last.
+        If the sequence was decoded with others, ``levels`` has the target alone, ``prefill_seconds`` is the
+        device's time for its prompt, and ``decode_seconds`` runs from its first pass to its last.
         """
