@@ -21,11 +21,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.user
 	@$(VENV)/bin/triforce-tree demo
 
-# Every test, with two of its parameter sets; with one if it is slow.
+# Two parameter sets of every test, one if it is slow, and none if it takes long and runs a benchmark.
 test: $(VENV)/.dev
 	$(PY) -m pytest --sample $(PYTEST_ARGS)
 
-# All parameter sets: before a release, and after a change that many of them depend on.
+# All parameter sets of all tests: before a release, and after a change that many of them depend on.
 test-all: $(VENV)/.dev
 	$(PY) -m pytest $(PYTEST_ARGS)
 

@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--sample",
         action="store_true",
-        help=f"run only {SAMPLED} parameter sets of each test",
+        help=f"run only {SAMPLED} parameter sets of each test, and none for a release",
     )
 
 
@@ -122,11 +122,12 @@ _frozen: tuple[Path | None, int] = (None, 0)
 
 def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     """Returns ``SAMPLED`` parameter sets of each test, the first and the last among them; the first of a test
-    with slow ones.
+    with slow ones, and none of those for a release.
     """
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if "release" not in item.keywords:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     steps = SAMPLED - 1
     return {
         found[number * (len(found) - 1) // steps]

@@ -34,6 +34,7 @@ def drafters(script: Any, folder: Path) -> list[str]:
     return [*networks]
 
 
+@pytest.mark.release
 def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_cell_is_measured_once_for_each_prompt() -> None:
     assert {key["prompt"] for key in batches} == {0}
 
 
+@pytest.mark.release
 def test_a_run_goes_on_and_stands_beside_the_paper(pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "paper.jsonl"
     sizes = ["--context", "256", "--new-tokens", "4", "--file", pair.text, "--out", str(out)]

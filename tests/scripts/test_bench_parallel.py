@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_ranks_and_one_write_into_one_file(script: Any, folder: Path) -> None:
     content = content_at(folder / "sequence_parallel_h200x2.jsonl")
     rows = {row["way"]: row for row in content["rows"]}
@@ -56,7 +56,7 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, folder: Path) -> Non
     assert "| 100 % |" in found
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_four_ranks_measure_every_split_beside_its_prediction(script: Any, folder: Path) -> None:
     tables = script("benchmarks.cards.tables")
     content, alone = (content_at(folder / tables.file_of(cards)) for cards in (4, 1))

@@ -159,7 +159,7 @@ def test_a_gguf_file_is_written_in_another_type(script: Any, tmp_path: Path) -> 
         checkpoints.checkpoint(str(PAIR / "target"), "F16", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_engines_write_the_same_greedy_text_and_a_second_call_has_nothing_to_do(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

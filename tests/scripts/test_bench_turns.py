@@ -101,7 +101,7 @@ def test_synthetic_prompts_grow(script: Any) -> None:
     assert turns.turn_prompts(tokenizer, turns.synthetic(0), 6000, 3) == prompts[:3]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_both_kinds_of_turns_are_measured_into_one_file(script: Any, tmp_path: Path) -> None:
     run, tables = (script(f"benchmarks.requests.{name}") for name in ("conversation", "tables"))
     words = ["--tiny", "--kinds", "embedded pair", "--out", str(tmp_path)]

@@ -22,6 +22,7 @@ def result() -> dict[str, Any]:
     return made
 
 
+@pytest.mark.release
 def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     """In a process of its own, because this one has loaded Triton to be interpreted."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -211,6 +211,7 @@ def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected
     return length
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "draft"])
 def test_a_short_training_helps_and_goes_on(script: Any, tmp_path: Path, kind: str) -> None:
     if kind == "mtp" and not MTP:

@@ -197,14 +197,14 @@ def test_random_requests_get_the_replies_that_they_get_alone(
     arguments = load_arguments({**CHUNKED_DRAFTED, **options})
     engine = triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, **arguments)
     # Up to 13 chunks of a prefill.
-    report = run(engine, 60, 12, seed, (5, 40, 90, 200))
+    report = run(engine, 40, 12, seed, (5, 40, 90, 200))
     assert not {"wrong", "refused", "failed"} & set(report.outcomes), f"{seed=} {report.outcomes}"
     assert report.idle
 
 
 def test_clients_that_leave_leave_nothing_behind() -> None:
     """In a process of its own, whose memory other tests do not use."""
-    requests = 60
+    requests = 40
     words = [sys.executable, "-m", "scripts.checks.many_requests", str(requests), "12"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ def test_yarn_is_that_of_transformers(script: Any) -> None:
     assert greedy(model, ids, 5) == greedy(same, ids, 5)
 
 
+@pytest.mark.release
 def test_a_tiny_run_has_rows_of_every_model_and_of_yarn(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
