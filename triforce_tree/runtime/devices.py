@@ -55,7 +55,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 def overwrite(target: Tensor, source: Tensor) -> None:
     """Copies a host tensor into ``target`` without waiting for the device's work."""
-    target.copy_(pinned(source, target.device), non_blocking=True)
+    target.copy_(pinned(source.to(target.dtype), target.device), non_blocking=True)
 
 
 def _why_no_cuda() -> str | None:
