@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Triton specialises kernels on pointers of this alignment, in bytes.
-_ALIGNMENT = 16
+from triforce_tree.runtime.packed import ALIGNMENT
+
 # The thread whose launches only compile their kernels.
 _compiles: int | None = None
 _one = threading.Lock()
@@ -45,7 +45,7 @@ def compiles_only() -> bool:
 def _kind(argument: Any) -> object:
     """Returns what Triton may specialise a kernel for: the dtype and alignment of a tensor, or a value."""
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT
+        return argument.dtype, argument.data_ptr() % ALIGNMENT
     if hasattr(argument, "block_shape"):  # a descriptor of a tensor
         sizes = (*argument.shape, *argument.strides, *argument.block_shape)
         return _kind(argument.base), sizes

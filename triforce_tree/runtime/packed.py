@@ -10,8 +10,8 @@ from torch import Tensor
 
 from triforce_tree.runtime.devices import overwrite
 
-# Triton specialises kernels on pointers of this alignment, in bytes.
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Triton specialises kernels on pointers of this alignment, in bytes."""
 
 
 class Packed:
@@ -28,7 +28,7 @@ class Packed:
 
     def __init__(self, device: torch.device, *parts: tuple[Sequence[int], torch.dtype]) -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
-        starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         self._host = torch.zeros(starts[-1], dtype=torch.uint8, device="cpu")
         self._sent = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
 
