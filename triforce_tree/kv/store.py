@@ -414,13 +414,11 @@ class KVStore:
         else:
             for old, new in zip(cached, fresh, strict=True):
                 old[:, :, start:stop] = new
-            if own.scales is not None:
-                # Later slots are dequantised for their memory only.
-                most = capacity(stop) if k.is_cuda else stop
-                found = dequantised([old[:, :, :most] for old in cached], k.dtype)
-                return found[0][:, :, :stop], found[1][:, :, :stop]
-            seen = [old[:, :, :stop] for old in cached]
-        return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
+            # Later slots are dequantised for their memory only.
+            most = capacity(stop) if own.scales is not None and k.is_cuda else stop
+            seen = [old[:, :, :most] for old in cached]
+        keys, values = seen if own.scales is None else dequantised(seen, k.dtype)
+        return keys[:, :, :stop], values[:, :, :stop]
 
     def positions(self, b: int, start: int, stop: int) -> list[Tensor]:
         """Returns the slots of positions ``start`` to ``stop`` of a sequence, ``[H_kv, n, D]`` of each part
