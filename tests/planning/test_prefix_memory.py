@@ -7,7 +7,6 @@ from tests.support.models.api_cases import SMALL, TARGET
 from tests.support.models.families import perturbed, prompt_of
 from tests.support.models.model_sizes import LLAMA_3_1_8B
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.kernels.attention.prefill import capacity
 from triforce_tree.kv.pool import size
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.memory_layout import Workload, on_device
@@ -32,8 +31,8 @@ def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
     assert once.device["KV"] == pool * slot
     spared = with_copies.device["KV"] - once.device["KV"]
     assert spared > 6 * PREFIX * slot
-    # A prompt's end is fed over a copy of one layer's slots.
-    assert once.device["prefill"] - with_copies.device["prefill"] == capacity(CONTEXT) * LLAMA_3_1_8B.row
+    # A prompt's end is fed over a copy of one layer's slots, with memory for a power of two of positions.
+    assert once.device["prefill"] - with_copies.device["prefill"] == 131_072 * LLAMA_3_1_8B.row
     # A pass reads it once, too.
     assert with_copies.pass_seconds - once.pass_seconds == pytest.approx(spared / 4.4e12)
 

@@ -252,7 +252,7 @@ def test_a_shared_page_is_read_once_for_adjacent_sequences(name: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "queries", "dtype", "names"),
     [
-        ("GQA", 4, torch.float32, ("nested", "apart", "deep")),
+        ("GQA", 4, torch.float32, tuple(GROUPS)),
         pytest.param("MQA", 23, torch.float16, ("nested", "apart"), marks=pytest.mark.slow),
     ],
 )
