@@ -113,7 +113,7 @@ class DecodingLoop:
         joining: sequences without KV slots, in the order in which they joined.
         program: the program that decodes them.
         passes: the number of passes by kind.
-        prefill_seconds, decode_seconds: host time; of a prompt that joins, a sequence has the device's time.
+        prefill_seconds, decode_seconds: host time.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
