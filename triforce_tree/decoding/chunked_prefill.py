@@ -1,6 +1,7 @@
 """Prefills prompts in chunks between the passes of other sequences."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -28,11 +29,13 @@ class _Prompt:
         held: tokens that the cache holds.
         seen: of these, the tokens of the sequence for the passes of the others, in which it counts as one
             that has ended.
+        complete: whether all chunks have begun.
     """
 
     sequence: Sequence
     held: int
     seen: int = 0
+    complete: bool = False
 
     @property
     def left(self) -> int:
@@ -67,6 +70,9 @@ class ChunkedPrefill:
         # Chunks that are not known to be complete, and the seconds per token of the last one that is.
         self._begun: deque[_Chunk] = deque()
         self._seconds_per_token: float | None = None
+        # Whether chunks have begun while the last pass was computed, and why they could not.
+        self._ahead = False
+        self._problem: Exception | None = None
 
     def __contains__(self, index: int) -> bool:
         """Returns whether the prompt at a batch index is not complete."""
@@ -108,11 +114,54 @@ class ChunkedPrefill:
     def remove_all(self) -> None:
         self._prompts.clear()
         self._stale.clear()
+        self._ahead, self._problem = False, None
 
     def run(self, program: DecodingProgram) -> list[int]:
-        """Begins chunks that take a while; returns the batch indices of prompts that are complete then."""
-        seconds, complete = 0.0, list[int]()
-        while indices := list(self.running):
+        """Begins chunks that take a while, unless :meth:`run_ahead` has; returns the batch indices of prompts
+        that are complete then.
+
+        Raises:
+            Exception: what :meth:`run_ahead` has met.
+        """
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        if not self._ahead:
+            self._begin_chunks(program)
+        self._ahead = False
+        complete = [index for index in self.running if self._prompts[index].complete]
+        for index in complete:
+            del self._prompts[index]
+            self._stale.discard(index)
+        return complete
+
+    def run_ahead(self, program: DecodingProgram) -> float:
+        """Begins the chunks of the next :meth:`run` while the device computes a pass, whose results the host
+        reads only afterwards: the device then never waits for the host.
+
+        It does nothing on a CPU, which would compute the chunks at once, and where what a pass leaves in
+        recurrent states or copies from host memory is recorded after it.
+
+        Returns:
+            the seconds that it took.
+        """
+        cache = program.cache
+        if program.device.type == "cpu" or cache.states is not None or cache.backend.transfers:
+            return 0.0
+        if not self.running:
+            return 0.0
+        start = time.perf_counter()
+        self._ahead = True
+        try:
+            self._begin_chunks(program)
+        except Exception as problem:
+            # The pass is complete, and its tokens are not lost.
+            self._problem = problem
+        return time.perf_counter() - start
+
+    def _begin_chunks(self, program: DecodingProgram) -> None:
+        seconds = 0.0
+        while indices := [index for index in self.running if not self._prompts[index].complete]:
             # One chunk may wait for the one that the device computes.
             self.settle(1)
             self._chunks += 1
@@ -121,8 +170,7 @@ class ChunkedPrefill:
                 index = min(indices, key=lambda each: self._prompts[each].left)
             sequence, start = self._prompts[index].sequence, Mark(program.device)
             before = sequence.computed
-            if self._prefill_chunk(program, index):
-                complete.append(index)
+            self._prefill_chunk(program, index)
             tokens = sequence.computed - before
             self._begun.append(_Chunk(sequence, tokens, start, Mark(program.device)))
             self.settle(2)
@@ -132,7 +180,6 @@ class ChunkedPrefill:
             # All ranks stop after the same chunk.
             if distributed.broadcast_object(seconds + last > _PAUSE):
                 break
-        return complete
 
     def settle(self, most: int = 0) -> None:
         """Notes how long the chunks took that are complete, and waits until at most ``most`` are not."""
@@ -156,8 +203,8 @@ class ChunkedPrefill:
             program.begin(index, texts())
         self._stale.clear()
 
-    def _prefill_chunk(self, program: DecodingProgram, index: int) -> bool:
-        """Prefills a chunk of a prompt; returns whether the prompt is complete now."""
+    def _prefill_chunk(self, program: DecodingProgram, index: int) -> None:
+        """Begins a chunk of a prompt."""
         prompt = self._prompts[index]
         sequence, last = prompt.sequence, len(prompt.sequence.tokens) - 1
         if not 0 < prompt.held == last:
@@ -166,10 +213,7 @@ class ChunkedPrefill:
             )
             sequence.computed += held - prompt.held - found
             prompt.held = held
-        if prompt.held < last:
-            self._stale.add(index)
-            return False
-        sequence.reused = max(0, last - sequence.computed)
-        del self._prompts[index]
-        self._stale.discard(index)
-        return True
+        prompt.complete = prompt.held >= last
+        self._stale.add(index)
+        if prompt.complete:
+            sequence.reused = max(0, last - sequence.computed)

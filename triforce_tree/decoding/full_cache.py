@@ -53,9 +53,12 @@ class ChunkMeans:
         """Starts from the sequences as they are now, which may have become shorter."""
         self._known = [min(pair) for pair in zip(self._known, self._cached.lengths, strict=True)]
 
-    def updated(self) -> None:
-        """Records that a pass has updated the means, which were up to date before."""
-        self._known = self._cached.lengths
+    def updated(self, counts: Sequence[int]) -> None:
+        """Records that a pass has updated the means, which were up to date before, of sequences that have so
+        many more tokens since.
+        """
+        grown = zip(counts, self._cached.lengths, self._known, strict=True)
+        self._known = [length if count else known for count, length, known in grown]
 
     def written(self, starts: Sequence[int]) -> None:
         """Updates the means after a prefill that wrote each sequence's KV slots from ``starts[b]`` on; the
@@ -458,7 +461,7 @@ class FullCache:
         counts = [len(new) for new in tokens]
         self.cached.grown(tokens)
         if with_means:
-            self.means.updated()
+            self.means.updated(counts)
         if self.states is not None:
             self.states.grown(counts)
         self.backend.committed(counts)

@@ -23,7 +23,7 @@ from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.devices import overwrite
+from triforce_tree.runtime.devices import overwrite, received
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress, added
@@ -557,12 +557,14 @@ class DecodingLoop:
                 if self.after_stage is not None:
                     self.after_stage(name)
                 clock.mark(level)
+            read_results = received(program.state.pass_results())
             if meanwhile is not None:
                 meanwhile()
+            ahead = self._chunked.run_ahead(program)
             # The device may have computed chunks of prompts before the pass.
             waited = clock.wait_for_start()
-            self.prefill_seconds += waited
-            results = program.state.pass_results().cpu()
+            self.prefill_seconds += waited + ahead
+            results = read_results()
             # Of a plain pass, only the columns that it writes.
             report: list[list[int]] = (results[:, :5] if kind == PLAIN else results).tolist()
             if kind.levels == 3:
@@ -577,6 +579,9 @@ class DecodingLoop:
             resumed, self._after_plain = self._after_plain and not without, without
             self._count(kind, report, fresh, seconds)
             taken = time.perf_counter() - program.capture_seconds - start - waited
+            if ahead:
+                # The device has worked meanwhile.
+                taken = max(taken - ahead, sum(seconds.values()))
             self._chunked.settle()
             chooser.observe(kind, report, taken, resumed)
         except BaseException:
