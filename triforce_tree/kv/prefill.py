@@ -163,7 +163,7 @@ def prefill(
         first = start
         while first < len(tokens):
             part = tokens[first : forward_end(first, len(tokens), chunk)]
-            model.forward(part, cache, last_only=True, every_state=features is not None)
+            model.feed(part, cache, every_state=features is not None)
             if features is not None:
                 features.feed(cache.sequence, first, hidden)
             if progress:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import KVCache, KVShape, use_our_attention
+from triforce_tree.models.chunk_graphs import MOST_TOKENS, ChunkGraphs
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
@@ -23,11 +24,11 @@ from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import parameter_bytes, shallow_copy
+from triforce_tree.models.model_copy import hooked, parameter_bytes, shallow_copy
 from triforce_tree.models.recorder import LayerCall, Recorder
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
-from triforce_tree.models.running_forward import running_forward
+from triforce_tree.models.running_forward import Attend, running_forward
 from triforce_tree.models.supported import (
     UnsupportedModelError,
     max_positions,
@@ -36,6 +37,7 @@ from triforce_tree.models.supported import (
 )
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.option_checks import check_positions
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.cpu_threads import shared_cpus
 from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.runtime.locks import held
@@ -90,7 +92,8 @@ class HFModel:
         self._copy: PreTrainedModel | None = None
         self._running: PreTrainedModel | None = None
         self._kernel_layers: KernelLayers | None = None
-        self._scales_queries = self._shares_kv = False
+        self._chunk_graphs: ChunkGraphs | None = None
+        self._scales_queries = self._shares_kv = self._by_kernels = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
         if foreign_quantisation(model) is not None:
@@ -102,7 +105,7 @@ class HFModel:
         """Finds out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self.parameter_bytes = parameter_bytes(self.model)
-        self._copy = self._kernel_layers = self.capturable = None
+        self._copy = self._kernel_layers = self._chunk_graphs = self.capturable = None
         self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
         try:
@@ -241,6 +244,8 @@ class HFModel:
         attach(copied, in_chunks=True)
         attach_indexers(copied)
         if self.device.type == "cuda":
+            hooks = any(map(hooked, copied.modules()))
+            self._by_kernels = not hooks and self.kernel_layers.complete(copied, few_rows=False)
             self.kernel_layers.attach(copied)
         use_few_row_linears(copied)
         return copied
@@ -271,21 +276,12 @@ class HFModel:
         """
         ids = id_tensor(tokens, self.device)[None]
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
         kept: int | Tensor = 1 if last_only else 0
         if last_only and every_state and self._shares_kv:
             # With a number, the layers of transformers would leave out tokens; with indices they do not.
             kept = id_tensor([len(tokens) - 1], self.device)
         with running_forward(cache.attend, states=cache.recurrent, indexed=cache.indexed) as forward:
-            out = self.running(
-                input_ids=ids,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=kept,
-                **{CACHE: PassThrough()},
-                **({"triforce_positions": positions} if self._scales_queries else {}),
-                **masks,
-            )
+            out = self._call(ids, positions, kept)
             called = forward.called
         if whole and len(called) != len(self.calls):
             missing, count = len(self.calls) - len(called), len(self.calls)
@@ -298,6 +294,46 @@ class HFModel:
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return agreed_logits(self.model, logits.contiguous())
+
+    def _call(self, ids: Tensor, positions: Tensor, kept: int | Tensor) -> Any:
+        """Calls the running copy inside a running forward."""
+        return self.running(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=kept,
+            **{CACHE: PassThrough()},
+            **({"triforce_positions": positions} if self._scales_queries else {}),
+            **({"attention_mask": mask_of_slots(self.device)} if self.indexed else {}),
+        )
+
+    @torch.no_grad()
+    def feed(self, tokens: list[int], cache: KVCache, every_state: bool = False) -> None:
+        """Stores the keys and values of T new tokens in the cache.
+
+        Args:
+            every_state: see :meth:`forward`.
+        """
+        if not every_state and len(tokens) <= MOST_TOKENS and self._chunks_capturable:
+            self._chunk_graphs = self._chunk_graphs or ChunkGraphs(self._run_chunk, self.device)
+            self._chunk_graphs.run(tokens, cache.positions(len(tokens)), cache.attend)
+            cache.advance(len(tokens))
+        else:
+            self.forward(tokens, cache, last_only=True, every_state=every_state)
+
+    @property
+    def _chunks_capturable(self) -> bool:
+        """Returns whether CUDA graphs can hold the forwards of chunks but for attention.
+
+        Hooks, layers without kernels, and whatever the host decides in a forward prevent it.
+        """
+        special = self.indexed or self._shares_kv or self._scales_queries or self.length_rope is not None
+        alone = self.streamed is None and distributed.current() is None and self.running is self._copy
+        return alone and self._by_kernels and not special and self.learned_positions is None
+
+    def _run_chunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> None:
+        with running_forward(attend):
+            self._call(ids, positions, 1)
 
     def _settle(self) -> None:
         """Runs the model's own forward once.

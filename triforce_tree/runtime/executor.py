@@ -203,10 +203,12 @@ class CapturedInPieces:
         run: as for :class:`Captured`, except for work passed to ``cuts.outside``.
         cuts: the cuts of all steps in ``run``.
         device: a GPU.
+        pool: the memory pool of the graphs, of which others may never be destroyed before; by default a new
+            one for each recording.
     """
 
-    def __init__(self, run: Callable[[], None], cuts: Cuts, device: torch.device) -> None:
-        self._run, self._cuts, self._device = run, cuts, device
+    def __init__(self, run: Callable[[], None], cuts: Cuts, device: torch.device, pool: Any = None) -> None:
+        self._run, self._cuts, self._device, self._pool = run, cuts, device, pool
         self._key: Hashable = None
         self._parts: list[Callable[[], None]] = []
 
@@ -225,7 +227,7 @@ class CapturedInPieces:
 
     def _record(self) -> list[Callable[[], None]]:
         # A new pool is needed, since a pool whose graphs were all destroyed cannot be used for a capture.
-        recording = _Recording(torch.cuda.graph_pool_handle())
+        recording = _Recording(self._pool or torch.cuda.graph_pool_handle())
         current = torch.cuda.current_stream(self._device)
         with _captures(self._device) as side:
             side.wait_stream(current)

@@ -90,15 +90,19 @@ class KernelLayers:
             if (replacement := self._replacement(name, module)) is not None:
                 vars(module)["forward"] = replacement.make(module)
 
-    def complete(self, copy: PreTrainedModel) -> bool:
-        """Returns whether kernels compute everything in the decoder layers of a copy with few-row linears, so
-        that ``torch.compile`` would find nothing to fuse.
+    def complete(self, copy: PreTrainedModel, few_rows: bool = True) -> bool:
+        """Returns whether kernels compute everything in the decoder layers of a copy, so that
+        ``torch.compile`` would find nothing to fuse.
+
+        Args:
+            few_rows: whether its linear layers must be few-row linears; else they must be torch's own.
         """
         layers = listed_layers(copy)
         names = {module: name for name, module in copy.named_modules()}
 
         def covers(module: nn.Module) -> bool:
-            if isinstance(module, FewRow | nn.Dropout):
+            linear = isinstance(module, FewRow) if few_rows else type(module) is nn.Linear
+            if linear or isinstance(module, nn.Dropout):
                 return True
             if self._replacement(names[module], module) is None:
                 return False

@@ -1,0 +1,110 @@
+"""Chunks of prompts on a GPU: graphs between calls of attention, and chunks that begin behind passes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models.pair_on_gpu import FIXED, long_text, pair_on
+from triforce_tree import Engine
+from triforce_tree.check.ties import first_difference
+from triforce_tree.requests.joining import Fits, Joined
+from triforce_tree.requests.output import GenerateOutput
+
+pytestmark = pytest.mark.gpu
+
+NEW = 48
+HOW: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+# Two sizes of padded chunks, whole ones of another prompt, and the end of a chunk of 4,096 tokens.
+LENGTHS = (700, 701, 1990, 2049, 5000)
+
+
+def engine_of(dtype: torch.dtype, **options: Any) -> Engine:
+    return pair_on("cuda", dtype, **{**FIXED, "prefix_cache": False, **options})
+
+
+def added(engine: Engine, prompt: list[int], **options: Any) -> list[int]:
+    tokens: list[int] = engine.generate(prompt, **HOW, **options).sequences[0, len(prompt) :].tolist()
+    return tokens
+
+
+def unchanged(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+    """A hook without effect, with which forwards of chunks are not captured."""
+
+
+def halved(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return out / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_captured_chunks_have_the_bits_of_the_first_ones(dtype: torch.dtype) -> None:
+    """The first forward of a size is called, the second one captured, and the others are replayed."""
+    engine, direct, text = engine_of(dtype), engine_of(dtype), long_text()
+    direct.target.model.model.layers[0].mlp.register_forward_hook(unchanged)
+    for length in LENGTHS:
+        outs = [engine.generate(text[:length], output_logits=True, **HOW) for _ in range(4)]
+        for out in outs[1:]:
+            assert torch.equal(out.sequences, outs[0].sequences)
+            assert all(map(torch.equal, out.logits, outs[0].logits))
+        expected = added(direct, text[:length])
+        difference = first_difference(engine, text[:length], outs[0].sequences[0, length:].tolist(), expected)
+        assert difference is None or difference.tie, difference
+    engine.close()
+    direct.close()
+
+
+def test_hooks_take_effect_after_chunks_were_captured() -> None:
+    engine, fresh, prompt = engine_of(torch.float32), engine_of(torch.float32), long_text()[:900]
+    before = [added(engine, prompt) for _ in range(3)]
+    for each in (engine, fresh):
+        each.target.model.model.layers[1].mlp.register_forward_hook(halved)
+    found, expected = added(engine, prompt), added(fresh, prompt)
+    assert before[0] == before[1] == before[2] != found
+    difference = first_difference(fresh, prompt, found, expected)
+    assert difference is None or difference.tie, difference
+    engine.close()
+    fresh.close()
+
+
+class Coming:
+    """Prompts that join a batch after its first pass."""
+
+    def __init__(self, coming: list[Joined], rows: int) -> None:
+        self.tokens: int | None = None
+        self._coming, self._rows = coming, rows
+        self.outputs: dict[int, GenerateOutput] = {}
+
+    def wanted(self, fits: Fits) -> int:
+        return self._rows if self._coming else 0
+
+    def next(self, fits: Fits) -> Joined | None:
+        if not self._coming or not fits(self._coming[0].prompt, self._coming[0].new_tokens):
+            return None
+        return self._coming.pop(0)
+
+    def ended(self, number: int, output: GenerateOutput) -> None:
+        self.outputs[number] = output
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_prompts_that_join_give_the_texts_of_lone_ones(levels: int) -> None:
+    """Chunks begin behind a pass, before its results are read; level 1 accepts as much as alone."""
+    text, alone = long_text(), engine_of(torch.float32, levels=levels)
+    begins = {0: 9000, 20_000: 1500, 30_000: 6000, 40_000: 2048, 50_000: 300}
+    prompts = [text[start : start + length] for start, length in begins.items()]
+    expected = [alone.generate(prompt, max_new_tokens=200, do_sample=False) for prompt in prompts]
+    coming = Coming([Joined(prompt, 200, None) for prompt in prompts[1:]], 3)
+    batched = engine_of(torch.float32, levels=levels)
+    batched.generate(prompts[:1], max_new_tokens=200, do_sample=False, joining=coming, max_batch=3)
+    for number, (prompt, own) in enumerate(zip(prompts, expected, strict=True)):
+        out = coming.outputs[number]
+        new, one = (each.sequences[0, len(prompt) :].tolist() for each in (out, own))
+        difference = first_difference(alone, prompt, new, one)
+        assert difference is None or difference.tie, difference
+        assert out.levels is not None
+        assert own.levels is not None
+        if levels > 1 and difference is None:
+            assert out.levels[-1].forwards <= 1.1 * own.levels[-1].forwards + 2
+    alone.close()
+    batched.close()
