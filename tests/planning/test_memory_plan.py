@@ -275,7 +275,7 @@ def test_an_8b_in_4_bits_with_a_cache_in_8_bits_leaves_a_third_of_24_gib_free() 
         made = plan(sizes, machine, config, (), Workload(1, LONG - 256, 256))
         assert made.offload is None
         free.append(made.device["free"] / GIB)
-    assert free == pytest.approx([1.4, 8.2], abs=0.3)
+    assert free == pytest.approx([1.1, 7.8], abs=0.3)
 
 
 @pytest.mark.parametrize("prompt", [60, 300])
