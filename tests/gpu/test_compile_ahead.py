@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.kernels.compilations import compiled
 from triforce_tree.kernels.ahead import compile_together
 from triforce_tree.kernels.norm.reference import row_rms_norm
 from triforce_tree.kernels.pointwise.reference import gated
@@ -16,23 +17,6 @@ from triforce_tree.kernels.pointwise.reference import gated
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-
-
-@contextmanager
-def compiled() -> Iterator[list[str]]:
-    """Yields a list that gets the names of the kernels that Triton compiles inside the context."""
-    from triton import knobs
-
-    names: list[str] = []
-
-    def hook(*, fn: Any, **_: object) -> None:
-        names.append(fn.name)
-
-    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, hook
-    try:
-        yield names
-    finally:
-        knobs.runtime.jit_post_compile_hook = before
 
 
 def norm(columns: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.support.kernels.compilations import compiled
+from triforce_tree.kernels.ahead import compile_together
 from triforce_tree.models.few_row import FewRowLinear, LowBitLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
+from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +60,21 @@ def test_logits(config: Any, tokens: int) -> None:
     found = step_model(hf, compiled=True)(*inputs(tokens), attend)
     assert not torch._dynamo.utils.counters["stats"]
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("config", FAMILIES)
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_one_layer_of_each_kind_compiles_the_kernels_of_all(config: Any, tokens: int) -> None:
+    step = step_model(made(config), compiled=True)
+
+    def run() -> None:
+        step(*inputs(tokens), attend)
+
+    compile_together(run, CUDA)
+    with compiled() as names:
+        run()
+    assert not names
+    assert len(decoder_layers(step.model)) == SIZES["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

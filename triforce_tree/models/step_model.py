@@ -5,8 +5,8 @@ layers and compiled layers belong to the clone; the user's object is never chang
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_tree.kernels.ahead import compiles_only
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import use_our_attention
 from triforce_tree.models.exact.device import exact_copy
@@ -53,6 +54,7 @@ MOST_ROWS = 128
 _COMPILED_SHAPES = 256
 # Libraries have other kernels for one token than for a few, and for a few than for many.
 _TRIED_ROWS = (1, 2, 16, 64)
+_SETTINGS = bool | int | float | str | None
 _LOG = logging.getLogger(__name__)
 
 
@@ -75,7 +77,10 @@ class StepModel:
         capturable: whether a CUDA graph can capture a call.
         hidden: by element of ``features``, ``[B, T, hidden_size]``.
         scales_queries: whether queries are scaled by their positions.
+        by_kernels: whether our kernels compute the layers completely, none of whose states are kept.
     """
+
+    by_kernels = False
 
     def __init__(
         self,
@@ -132,7 +137,9 @@ class StepModel:
             positions = positions.clamp_max(self._max_positions - 1)
         # Set once for all layers: once per layer would take a quarter of the host time.
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
-        with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit():
+        compiles = self.by_kernels and compiles_only()
+        few = _one_of_each(decoder_layers(self.model)) if compiles else nullcontext()
+        with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit(), few:
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -145,6 +152,34 @@ class StepModel:
         # Some families compute the logits of all tokens.
         logits: Tensor = out.logits[:, -last:]
         return agreed_logits(self.model, logits.contiguous())
+
+
+@contextmanager
+def _one_of_each(layers: nn.ModuleList) -> Iterator[None]:
+    """Is a context in which a model has only the first one of its layers that are alike: all of them launch
+    the same kernels.
+    """
+    every = layers._modules
+    kinds = {_kind(layer): name for name, layer in reversed(every.items())}
+    layers._modules = {name: every[name] for name in every if name in kinds.values()}
+    try:
+        yield
+    finally:
+        layers._modules = every
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Returns a value that is equal for layers of the same modules, settings and shapes."""
+
+    def own(module: nn.Module) -> Hashable:
+        settings = {name: value for name, value in vars(module).items() if isinstance(value, _SETTINGS)}
+        settings.pop("layer_idx", None)
+        shapes = [
+            (name, part.shape, part.dtype) for name, part in module._parameters.items() if part is not None
+        ]
+        return type(module), tuple(settings.items()), tuple(shapes)
+
+    return tuple(map(own, layer.modules()))
 
 
 def step_model(
@@ -175,8 +210,9 @@ def step_model(
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not (_streams_experts(model) or model.indexed)
     compiled = compiled and model.capturable is not False
-    compiled = compiled and (exact or not _by_kernels(clone, model))
-    step = _step(clone, model, compiled, features, exact)
+    by_kernels = compiled and not exact and _by_kernels(clone, model)
+    step = _step(clone, model, compiled and not by_kernels, features, exact)
+    step.by_kernels = by_kernels and not features
     step.capturable = not waits and model.capturable is not False
     return step
 
@@ -192,8 +228,10 @@ def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
     clone = low_bit_copy(target.model, bits, bring)
-    compiled = compiled and not _by_kernels(clone, target)
+    by_kernels = compiled and _by_kernels(clone, target)
+    compiled = compiled and not by_kernels
     step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+    step.by_kernels = by_kernels and not features
     step.capturable = step.capturable and target.capturable is not False
     return step
 
