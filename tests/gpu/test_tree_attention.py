@@ -118,6 +118,9 @@ def test_windows_caps_and_sinks(case: Case) -> None:
         Case(GROUPED, RAGGED, int8=True),
         Case(Heads(32, 8, 128), ((19000, 16),) * 6),
         Case(Heads(4, 4, 128), ((700, 3),) * 70, layout=16),
+        Case(Heads(32, 8, 128), ((2000, 8),) * 32, layout=16),
+        Case(Heads(28, 4, 128), ((300, 16),) * 32, window=128, sinks=True),
+        Case(Heads(24, 4, 64), ((300, 16),) * 32, torch.float32),
     ]
 )
 def test_batches(case: Case) -> None:

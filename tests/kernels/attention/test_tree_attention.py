@@ -71,6 +71,8 @@ PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
         Case(Heads(2, 1, 320, 512), ((40, 3), (33, 5)), SINGLE, window=20),
         Case(Heads(2, 1, 512, 320), ((40, 5),), SINGLE, softcap=5.0, sinks=True),
         Case(Heads(4, 1, 576, 512), ((75, 4),), HALF),
+        # So many heads that a program merges several of them.
+        Case(Heads(72, 12, 16), ((20, 6),) * 5, HALF, 16, window=12, softcap=5.0, sinks=True, config=SMALL),
         Case(Heads(2, 1, 576, 512), ((40, 3),), SINGLE),
     ],
     ids=str,

@@ -35,6 +35,7 @@ def combine_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,  # D_v
     BLOCK_D: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SINGLE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -46,12 +47,16 @@ def combine_kernel(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Merges the outputs of one query for ``TOGETHER`` heads that share a KV head."""
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
+    BLOCKS: tl.constexpr = (GROUP + TOGETHER - 1) // TOGETHER
     token = tl.program_id(0)
-    q_head = tl.program_id(1)
-    kv_head = q_head // GROUP
+    kv_head = tl.program_id(1) // BLOCKS
+    member = tl.program_id(1) % BLOCKS * TOGETHER + tl.arange(0, TOGETHER)
+    there = member < GROUP
+    q_head = kv_head * GROUP + member
     columns = tl.arange(0, BLOCK_D)
-    inside = columns < DIM
+    inside = there[:, None] & (columns < DIM)[None, :]
     chunk_offsets = tl.arange(0, CHUNK)
     if SINGLE:
         owner, last_owner = 0, 1
@@ -74,17 +79,18 @@ def combine_kernel(
         to_part = tl.where(groups > 1, kv_head * cuts + cuts - 1, to_part)
     wait_for_previous(PDL)
 
-    best = tl.full([], float("-inf"), REAL)
-    weight = tl.full([], 0.0, REAL)
-    acc = tl.zeros([BLOCK_D], REAL)
+    best = tl.full([TOGETHER], float("-inf"), REAL)
+    weight = tl.zeros([TOGETHER], REAL)
+    acc = tl.zeros([TOGETHER, BLOCK_D], REAL)
     result = token.to(tl.int64) * KV_HEADS * GROUP + q_head
+    elements = result[:, None] * DIM + columns[None, :]
     if OTHER:
-        best = tl.load(other_lse_ptr + result).to(REAL) * 1.4426950408889634
+        best = tl.load(other_lse_ptr + result, mask=there, other=float("-inf")).to(REAL) * 1.4426950408889634
         seen = best > float("-inf")
         weight = tl.where(seen, 1.0, 0.0).to(REAL)
-        acc = tl.load(other_ptr + result * DIM + columns, mask=inside, other=0.0).to(REAL)
+        acc = tl.load(other_ptr + elements, mask=inside, other=0.0).to(REAL)
         # The output may be NaN where nothing is seen.
-        acc = tl.where(seen, acc, 0.0)
+        acc = tl.where(seen[:, None], acc, 0.0)
     for index in range(owner, last_owner):
         if SINGLE:
             segment, first_query, earlier_queries = 0, 0, 0
@@ -100,37 +106,37 @@ def combine_kernel(
         else:
             first_part = tl.load(bounds_ptr + 2 * unit)
             last_part = tl.load(bounds_ptr + 2 * unit + 1)
-        row = (token - first_query) * GROUP + q_head % GROUP
+        row = (token - first_query) * GROUP + member
         origin = (earlier_queries * KV_HEADS + kv_head * queries) * GROUP + row
         for part in range(first_part, last_part + 1, CHUNK):
             parts = part + chunk_offsets
             valid = parts <= last_part
-            piece = origin + parts.to(tl.int64) * max_query_rows
-            lse = tl.load(partial_lse_ptr + piece, mask=valid, other=float("-inf"))
+            piece = origin[None, :] + parts.to(tl.int64)[:, None] * max_query_rows
+            lse = tl.load(partial_lse_ptr + piece, mask=valid[:, None] & there[None, :], other=float("-inf"))
             outs = tl.load(
-                partial_out_ptr + piece[:, None] * DIM + columns[None, :],
-                mask=valid[:, None] & inside[None, :],
+                partial_out_ptr + piece[:, :, None] * DIM + columns[None, None, :],
+                mask=valid[:, None, None] & inside[None, :, :],
                 other=0.0,
             )
             top = tl.maximum(best, tl.max(lse, 0))
             floor = tl.where(top == float("-inf"), 0.0, top)
-            part_weight = tl.exp2(lse - floor)
+            part_weight = tl.exp2(lse - floor[None, :])
             rescale = tl.exp2(best - floor)
-            acc = acc * rescale + tl.sum(outs * part_weight[:, None], 0)
+            acc = acc * rescale[:, None] + tl.sum(outs * part_weight[:, :, None], 0)
             weight = weight * rescale + tl.sum(part_weight, 0)
             best = top
 
     if SINKS:
-        sink = tl.load(sinks_ptr + q_head).to(REAL) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + q_head, mask=there, other=0.0).to(REAL) * 1.4426950408889634
         top = tl.maximum(best, sink)
         floor = tl.where(top == float("-inf"), 0.0, top)
-        acc = acc * tl.exp2(best - floor)
+        acc = acc * tl.exp2(best - floor)[:, None]
         weight = weight * tl.exp2(best - floor) + tl.exp2(sink - floor)
         best = top
     empty = weight == 0.0
-    out = acc / tl.where(empty, 1.0, weight)
+    out = acc / tl.where(empty, 1.0, weight)[:, None]
     total = tl.where(
         empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453
     )
-    tl.store(out_ptr + result * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + result, total)
+    tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + result, total, mask=there)

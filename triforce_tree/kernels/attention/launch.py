@@ -31,6 +31,9 @@ from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
+# Most programs of ``combine_kernel`` that each merge a single head.
+_PROGRAMS = 2048
+
 
 class _Launched:
     """Attention whose kernels read all that varies from the buffers of its plans."""
@@ -317,12 +320,16 @@ def _run(
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     columns = max(16, triton.next_power_of_2(value_dim))
     chunk = min(64, 16_384 // columns, max(4, triton.next_power_of_2(pieces)))
-    options = warps(max(1, chunk * columns // (1024 if exact else 2048)))
-    combine_kernel[(queries, q_heads)](
+    # Many programs, each with a chain of loads, take longer than few of them with several heads.
+    together = 1
+    while together < group and queries * q_heads > _PROGRAMS * together and chunk * columns * together < 2048:
+        together *= 2
+    options = warps(max(1, chunk * columns * together // (1024 if exact else 2048)))
+    combine_kernel[(queries, kv_heads * -(-group // together))](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
         owner_start, owners, sinks, other_out, other_lse, max_queries * group, count, slices,
-        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=columns, SINGLE=count == 1,
-        CHUNK=chunk,
+        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=columns, TOGETHER=together,
+        SINGLE=count == 1, CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
         SINKS=sinks is not None, OTHER=other_out is not None, EXACT=exact, **early, **options,
     )  # fmt: skip
