@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.models.joining import Coming
 from tests.support.models.pair_on_gpu import FIXED, long_text, pair_on
 from triforce_tree import Engine
 from triforce_tree.check.ties import first_difference
-from triforce_tree.requests.joining import Fits, Joined
-from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.joining import Joined
 
 pytestmark = pytest.mark.gpu
 
@@ -65,26 +65,6 @@ def test_hooks_take_effect_after_chunks_were_captured() -> None:
     assert difference is None or difference.tie, difference
     engine.close()
     fresh.close()
-
-
-class Coming:
-    """Prompts that join a batch after its first pass."""
-
-    def __init__(self, coming: list[Joined], rows: int) -> None:
-        self.tokens: int | None = None
-        self._coming, self._rows = coming, rows
-        self.outputs: dict[int, GenerateOutput] = {}
-
-    def wanted(self, fits: Fits) -> int:
-        return self._rows if self._coming else 0
-
-    def next(self, fits: Fits) -> Joined | None:
-        if not self._coming or not fits(self._coming[0].prompt, self._coming[0].new_tokens):
-            return None
-        return self._coming.pop(0)
-
-    def ended(self, number: int, output: GenerateOutput) -> None:
-        self.outputs[number] = output
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])

@@ -10,12 +10,12 @@ import torch
 import triforce_tree
 from tests.support.models.api_cases import CHUNK, CHUNKED, SHARING, TARGET
 from tests.support.models.families import prompt_of, tiny
+from tests.support.models.joining import Coming
 from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.requests.joining import Fits, Joined
-from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.joining import Joined
 from triforce_tree.requests.streamers import TokenStreamer
 
 # Most chunks between two passes: each takes 1/64 s of the tests' clock.
@@ -68,32 +68,6 @@ class Told(TokenStreamer):
 
     def end(self) -> None:
         self._events.append(f"end of {self._name}")
-
-
-class Coming:
-    """Prompts that join after the first pass of the batch, all at once."""
-
-    tokens = None
-
-    def __init__(self, coming: list[Joined], rows: int) -> None:
-        self.coming, self.rows = coming, rows
-        self.outputs: dict[int, GenerateOutput] = {}
-
-    def wanted(self, fits: Fits) -> int:
-        return self.rows if self.coming else 0
-
-    def next(self, fits: Fits) -> Joined | None:
-        if not self.coming or not fits(list(self.coming[0].prompt), self.coming[0].new_tokens):
-            return None
-        return self.coming.pop(0)
-
-    def ended(self, number: int, output: GenerateOutput) -> None:
-        self.outputs[number] = output
-
-    def new(self, number: int) -> list[int]:
-        out = self.outputs[number]
-        tokens: list[int] = out.sequences[0, -out.new_tokens :].tolist()
-        return tokens
 
 
 def decoded(engine: Engine, coming: Coming, events: list[str], new: int) -> None:

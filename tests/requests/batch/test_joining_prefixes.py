@@ -8,6 +8,7 @@ import pytest
 import triforce_tree
 from tests.support.models.api_cases import CHUNK, CHUNKED, SHARING, TARGET
 from tests.support.models.families import prompt_of
+from tests.support.models.joining import Coming
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
@@ -15,7 +16,6 @@ from triforce_tree.decoding.loop import best_index
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.requests.joining import Fits, Joined
-from triforce_tree.requests.output import GenerateOutput
 
 NEW = 10
 SYSTEM = prompt_of(35)
@@ -37,39 +37,13 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-class Coming:
-    """Prompts that join as soon as there is room; ``rows`` of them together."""
-
-    def __init__(
-        self, prompts: Sequences[list[int]], rows: int, tokens: int | None = None,
-        seeds: Sequences[int | None] | None = None, new: Sequences[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.tokens, self.rows = tokens, rows
-        count = len(prompts)
-        self.waiting = list(zip(prompts, new or [NEW] * count, seeds or [None] * count, strict=True))
-        self.outputs: dict[int, GenerateOutput] = {}
-        self.refused = 0
-
-    def wanted(self, fits: Fits) -> int:
-        return self.rows if self.waiting and fits(*self.waiting[0][:2]) else 0
-
-    def next(self, fits: Fits) -> Joined | None:
-        if not self.waiting:
-            return None
-        prompt, new, seed = self.waiting[0]
-        if not fits(prompt, new):
-            self.refused += 1
-            return None
-        self.waiting.pop(0)
-        return Joined(prompt, new, seed=seed)
-
-    def ended(self, number: int, output: GenerateOutput) -> None:
-        self.outputs[number] = output
-
-    @property
-    def texts(self) -> list[list[int]]:
-        found = [self.outputs[number] for number in range(len(self.outputs))]
-        return [out.sequences[0, -out.new_tokens :].tolist() for out in found]
+def coming_of(
+    prompts: Sequences[list[int]], rows: int, tokens: int | None = None,
+    seeds: Sequences[int | None] | None = None, new: Sequences[int] | None = None,
+) -> Coming:  # fmt: skip
+    count = len(prompts)
+    each = zip(prompts, new or [NEW] * count, seeds or [None] * count, strict=True)
+    return Coming([Joined(prompt, limit, seed=seed) for prompt, limit, seed in each], rows, tokens)
 
 
 def store_of(engine: Engine) -> PooledStore:
@@ -81,7 +55,7 @@ def store_of(engine: Engine) -> PooledStore:
 
 def decoded(engine: Engine, coming: Coming, first: int = 1, **options: Any) -> list[list[int]]:
     """Texts in the order of their beginning; ``first`` prompts begin together."""
-    prompts = [coming.waiting.pop(0)[0] for _ in range(first)]
+    prompts = [list(coming.waiting.pop(0).prompt) for _ in range(first)]
     given = {"max_new_tokens": NEW, "do_sample": False, "max_batch": coming.rows, **options}
     engine.generate(prompts, joining=coming, **given)
     return coming.texts
@@ -99,15 +73,15 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int, fed: list[int]) -> 
     expected = texts(PROMPTS)
     if kind == "8 bits":
         other = SHARING[kind]()
-        expected = [decoded(other, Coming([prompt], 2))[0] for prompt in PROMPTS]
+        expected = [decoded(other, coming_of([prompt], 2))[0] for prompt in PROMPTS]
     fed.clear()
-    assert decoded(engine, Coming(PROMPTS, rows)) == expected
+    assert decoded(engine, coming_of(PROMPTS, rows)) == expected
     store = store_of(engine)
     assert store.batch == rows
     if kind not in ("EAGLE", "block"):  # They need the states of the newest positions.
         chunks = {tuple(p[:stop]) for p in PROMPTS for stop in range(CHUNK, len(p), CHUNK)}
         assert sum(fed) == sum((len(p) - 1) % CHUNK for p in PROMPTS) + CHUNK * len(chunks)
-    coming = Coming(PROMPTS[::-1], rows)
+    coming = coming_of(PROMPTS[::-1], rows)
     assert decoded(engine, coming) == expected[::-1]
     assert coming.outputs[0].reused_tokens == DOCUMENT
 
@@ -117,7 +91,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
     """Texts would not show it: level 2 verifies them."""
 
     def counts() -> list[tuple[int, int, int]]:
-        coming = Coming(PROMPTS, 3)
+        coming = coming_of(PROMPTS, 3)
         decoded(SHARING["three levels"](), coming, 3)
         levels = [coming.outputs[number].levels[-1] for number in range(len(PROMPTS))]
         return [(level.forwards, level.accepted, level.proposed) for level in levels]
@@ -131,7 +105,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_seed_decides_the_text_of_a_sequence_that_joins(kind: str) -> None:
     engine, options = SHARING[kind](), {"do_sample": True, "temperature": 0.9}
     seeds = [*range(3, 3 + len(PROMPTS))]
-    together = decoded(engine, Coming(PROMPTS, 3, seeds=seeds), seed=seeds[:1], **options)
+    together = decoded(engine, coming_of(PROMPTS, 3, seeds=seeds), seed=seeds[:1], **options)
     alone = [
         engine.generate([prompt], max_new_tokens=NEW, seed=[seed], **options).sequences[0, -NEW:].tolist()
         for prompt, seed in zip(PROMPTS, seeds, strict=True)
@@ -144,7 +118,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     document = prompt_of(1500)
     prompts = [document + prompt_of(40)[n : n + 5] for n in range(8)]
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
-    coming = Coming(prompts, 8, tokens=1600, new=[4] * 8)
+    coming = coming_of(prompts, 8, tokens=1600, new=[4] * 8)
     assert decoded(engine, coming, max_new_tokens=4) == [reference(TARGET, prompt, 4) for prompt in prompts]
     store = store_of(engine)
     assert coming.refused == 0
@@ -157,7 +131,7 @@ def test_prompts_that_do_not_fit_wait() -> None:
     """Two documents of their own at a time; a short prompt with many new tokens needs room as well."""
     prompts = [[*prompt_of(400)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
-    coming = Coming(prompts, 3, tokens=430, new=[3, 3, 3, 3, 3, 160])
+    coming = coming_of(prompts, 3, tokens=430, new=[3, 3, 3, 3, 3, 160])
     assert decoded(engine, coming, max_new_tokens=3) == [
         reference(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 160], strict=True)
     ]
@@ -197,20 +171,20 @@ def test_nothing_moves_that_a_graph_would_hold() -> None:
             return super().next(fits)
 
     long = [*PROMPTS[:3], *PROMPTS[4:7], PROMPTS[8]]
-    assert decoded(engine, Looking(long, 3), 3) == texts(long)
+    assert decoded(engine, Looking([Joined(prompt, NEW) for prompt in long], 3), 3) == texts(long)
     assert len(seen) == 1
 
 
 def test_a_prompt_that_joins_without_room_is_refused() -> None:
     class Careless(Coming):
         def next(self, fits: Fits) -> Joined | None:
-            return Joined(self.waiting.pop(0)[0], NEW) if self.waiting else None
+            return self.waiting.pop(0) if self.waiting else None
 
     prompts = [[*prompt_of(900)[n:], n] for n in range(3)]
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
     with pytest.raises(ValueError, match=r"more than are left of the .* of its batch; let it join later"):
-        decoded(engine, Careless(prompts, 3, tokens=950))
-    assert decoded(engine, Coming(prompts, 3, tokens=950)) == texts(prompts)
+        decoded(engine, Careless([Joined(prompt, NEW) for prompt in prompts], 3, tokens=950))
+    assert decoded(engine, coming_of(prompts, 3, tokens=950)) == texts(prompts)
 
 
 def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
@@ -218,7 +192,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
     engine, prompts = SHARING["plain"](), [asked(FIRST, n) for n in range(3)]
     made = set()
     for new in (10, 30, 3):
-        coming = Coming(prompts, 3, tokens=400, new=[new] * 3)
+        coming = coming_of(prompts, 3, tokens=400, new=[new] * 3)
         found = decoded(engine, coming, 3, max_new_tokens=new)
         assert found == [reference(TARGET, prompt, new) for prompt in prompts]
         made.add(id(engine.last_program))
@@ -229,7 +203,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
 def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
     """Their tokens are counted for each then: of 150 one document leaves few."""
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments({**CHUNKED, "prefill_chunk": 2048}))
-    coming = Coming(PROMPTS, 3, tokens)
+    coming = coming_of(PROMPTS, 3, tokens)
     assert decoded(engine, coming) == texts(PROMPTS)
     assert not isinstance(engine.last_program.store, PooledStore)
     assert bool(coming.refused) == (tokens is not None)
@@ -246,7 +220,7 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
         return wanted if 0 < pool <= slots else 1
 
     monkeypatch.setattr("triforce_tree.requests.batch_pool.fitting_batch", fitting)
-    assert decoded(engine, Coming(PROMPTS, 4)) == texts(PROMPTS)
+    assert decoded(engine, coming_of(PROMPTS, 4)) == texts(PROMPTS)
     made = engine.last_program.store
     assert isinstance(made, PooledStore)
     assert made.total_slots <= max(slots, min(pool for pool in asked_for if pool) + 64)

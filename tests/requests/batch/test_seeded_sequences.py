@@ -8,10 +8,11 @@ import torch
 import triforce_tree
 from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, TARGET, characters
 from tests.support.models.families import perturbed, prompt_of
+from tests.support.models.joining import Coming
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
-from triforce_tree.requests.joining import Fits, Joined
+from triforce_tree.requests.joining import Joined
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.verify.sampling import Stream, derived
 
@@ -93,31 +94,13 @@ def test_processors_that_read_the_text_leave_seeds_alone() -> None:
     assert together == alone
 
 
-class Coming:
-    """Prompts with seeds that join; outputs of all sequences by number."""
-
-    tokens = None
-
-    def __init__(self, prompts: list[list[int]], seeds: list[int | None]) -> None:
-        self.waiting, self.outputs = list(zip(prompts, seeds, strict=True)), {}
-
-    def wanted(self, fits: Fits) -> int:
-        return 3 if self.waiting else 0
-
-    def next(self, fits: Fits) -> Joined | None:
-        if not self.waiting or not fits(self.waiting[0][0], NEW):
-            return None
-        prompt, seed = self.waiting.pop(0)
-        return Joined(prompt, NEW, seed=seed)
-
-    def ended(self, number: int, output: GenerateOutput) -> None:
-        self.outputs[number] = output
-
-
 @pytest.mark.parametrize("kind", ["tree", "3 levels"])
 def test_seeds_of_sequences_that_join(kind: str) -> None:
     """Into a batch that began without seeds, early and late; on a CPU it gets further rows."""
-    engine, coming = engine_of(kind), Coming(PROMPTS[1:], [7, None, 7, 11])
+    joining = [
+        Joined(prompt, NEW, seed=seed) for prompt, seed in zip(PROMPTS[1:], (7, None, 7, 11), strict=True)
+    ]
+    engine, coming = engine_of(kind), Coming(joining, 3)
     first = max(PROMPTS, key=len)
     engine.generate([first], seed=[None], joining=coming, **SAMPLED)
     assert len(coming.outputs) == len(PROMPTS)
