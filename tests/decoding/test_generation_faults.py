@@ -29,7 +29,7 @@ CASES = {
     "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
     "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
     "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
-    "drawn, then fixed": ALL_CASES["drawn, then fixed, 2 levels"],
+    "drawn, then fixed": ALL_CASES["drawn, then fixed, five tokens"],
 }
 
 Noisy = type[EnumeratedNoise]
@@ -57,7 +57,7 @@ def shifted_p(tokens, parents, p, q, q_rows, depth):
 
 
 def none_fixed(tokens, parents, p, q, q_rows, depth):
-    """The chain beside a tree is judged as if its tokens had been drawn like their siblings."""
+    """A fixed token is judged as if it had been drawn like its siblings."""
     return tokens, parents, p, q, q_rows.where(q_rows != accept.FIXED, -1), depth
 
 

@@ -92,10 +92,11 @@ class DrawnThenFixed(TableDraws):
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         super().expand(depth, state, tree, sampler)
+        last = self.shape.widths[0]
         if depth == 0:
-            last = self.shape.widths[0]
             tree.tokens[:, last] = (2 * tree.tokens[:, 0] + 1) % self.vocabulary
-            tree.probs_rows[:, last] = FIXED
+        # Each depth sets the rows of all nodes above it.
+        tree.probs_rows[:, last] = FIXED
 
 
 class FixedThenDrawn(OwnDrafter):
