@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment, segments_of
 from triforce_tree.kv.backend import CacheSpec
-from triforce_tree.kv.pool.pages import selection, slots_in
+from triforce_tree.kv.pool.pages import selection, slots_in, wide
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.packed import Packed
@@ -55,9 +55,9 @@ class PagedStore(KVStore):
         own, found = self.layers[layer], list[Tensor]()
         fresh = (k, v) if own.scales is None else in_int8(k, v)
         for part, new in zip(own.parts, fresh, strict=True):
-            slots = part[:1]
-            slots[:, :, written] = new.to(slots.dtype)
-            found.append(slots[:, :, seen])
+            slots, given = wide(part[0], new[0].to(part.dtype))
+            slots[:, written] = given
+            found.append(_selected(part[0], seen)[None])
         keys, values = found if own.scales is None else dequantised(found, k.dtype)
         return keys[:, :, :visible], values[:, :, :visible]
 
@@ -70,7 +70,8 @@ class PagedStore(KVStore):
         """Copies the slots ``source`` of all layers to other slots ``target``, int64 ``[n]``."""
         old, new = (selection(slots, self.device) for slots in (source, target))
         for layer in self.stored:
-            layer[:, new] = layer[:, old]
+            (slots,) = wide(layer)
+            slots[:, new] = slots[:, old]
 
     def slots_of(self, pages: Sequence[int]) -> slice | Tensor:
         """Returns an index of the slots of pages."""
@@ -191,24 +192,27 @@ class PooledStore(PagedStore):
     def positions(self, b: int, start: int, stop: int) -> list[Tensor]:
         """See :class:`KVStore`; these are copies where the pages are not consecutive."""
         chosen = self._slots(b, start, stop)
-        return [layer[:, chosen] for layer in self.stored]
+        return [_selected(layer, chosen) for layer in self.stored]
 
     def set_positions(self, b: int, start: int, parts: Sequence[Tensor]) -> None:
         """Stores what :meth:`positions` gave, from position ``start`` of a sequence on."""
         chosen = self._slots(b, start, start + parts[0].shape[1])
         for layer, part in zip(self.stored, parts, strict=True):
-            layer[:, chosen] = part.to(layer.device, non_blocking=True)
+            slots, values = wide(layer, part.to(layer.device, non_blocking=True))
+            slots[:, chosen] = values
 
     def copy_from(self, source: KVStore, b: int, start: int, pages: Sequence[int]) -> None:
         """Copies positions of sequence b from a store whose sequences have slots of their own to pages."""
         chosen, stop = self.slots_of(pages), start + len(pages) * self.page
-        for new, old in zip(self.stored, source.positions(b, start, stop), strict=True):
+        for parts in zip(self.stored, source.positions(b, start, stop), strict=True):
+            new, old = wide(*parts)
             new[:, chosen] = old
 
     def copy_pages(self, source: "PooledStore", there: Sequence[int], here: Sequence[int]) -> None:
         """Copies pages of another store to as many slots, in this order; its pages may have another size."""
         chosen, others = self.slots_of(here), source.slots_of(there)
-        for new, old in zip(self.stored, source.stored, strict=True):
+        for parts in zip(self.stored, source.stored, strict=True):
+            new, old = wide(*parts)
             new[:, chosen] = old[:, others]
 
     def tokens(self) -> tuple[int, int]:
@@ -229,11 +233,12 @@ class PooledStore(PagedStore):
         written = [
             self._slots(b, start, min(start + count, (length + own) * page)) for b in range(self.batch)
         ]
-        kept = [[layer[:, slots].clone() for slots in written] for layer in self.stored]
+        stored = [wide(layer)[0] for layer in self.stored]
+        kept = [[layer[:, slots].clone() for slots in written] for layer in stored]
         try:
             yield
         finally:
-            for layer, copies in zip(self.stored, kept, strict=True):
+            for layer, copies in zip(stored, kept, strict=True):
                 for slots, copy in zip(written, copies, strict=True):
                     layer[:, slots] = copy
             self.set(*before)
@@ -242,6 +247,11 @@ class PooledStore(PagedStore):
     def in_pages(self, page: int) -> KVStore:
         """Raises ValueError: the pages of prefixes are fixed."""
         raise ValueError(f"slots of a common prefix have pages of {self.page}; make another store")
+
+
+def _selected(slots: Tensor, chosen: slice | Tensor) -> Tensor:
+    """Returns some of the slots ``[H_kv, S, D]``."""
+    return wide(slots)[0][:, chosen].view(slots.dtype)
 
 
 def _for_each(group: KVGroup, batch: int) -> KVGroup:
