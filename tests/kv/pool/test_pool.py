@@ -36,6 +36,14 @@ class Slots:
         self.pool.written(b)
         return kept
 
+    def dropped_for(self, b: int, prompt: list[int]) -> tuple[int, int]:
+        """Admits a prompt; returns how many chunks were dropped for it, and how many are at least."""
+        pool, before = self.pool, set(self.pool.blocks())
+        needed = pool.needed([], [(prompt, 1)], 0) - len(pool.matched(prompt)) * UNIT
+        least = max(0, -(-(pool.taken + needed - pool.slots) // UNIT))
+        self.admit(b, prompt, 1)
+        return len(before.difference(pool.blocks())), least
+
     def check(self) -> None:
         taken: dict[int, object] = {}
         for b, prompt in self.prompts.items():
@@ -80,8 +88,10 @@ def test_random_sequences_come_and_go(sequences: int) -> None:
             apart += bool(slots.pool.own(b)) and int(np.diff(slots.pool.own(b)).max(initial=1)) > 1
             texts = [*texts[-20:], prompt]
         else:
+            kept = list(slots.pool.blocks())
             with pytest.raises(PoolFullError, match=r"KV slots, .* more than are left of"):
                 slots.pool.admit(b, prompt, new_tokens)
+            assert list(slots.pool.blocks()) == kept
         slots.check()
     assert reused, seed
     assert shared, seed
@@ -114,6 +124,51 @@ def test_texts_used_longest_ago_are_dropped_first() -> None:
     found = {n: len(slots.pool.matched(text)) for n, text in texts.items()}
     assert found[0] == found[3] == 2
     assert found[1] == 0
+
+
+def test_a_prompt_gets_consecutive_pages_in_a_pool_full_of_texts() -> None:
+    """Those used longest ago are not neighbours. No more are dropped than for pages anywhere."""
+    slots = Slots(8 * 8 + 8)
+    texts = {n: [n] * 9 for n in range(8)}
+    for n in (*range(8), 1, 3, 5, 7, 0, 2, 4, 6):
+        slots.pool.release([0])
+        slots.admit(0, texts[n], 1)
+    slots.pool.release([0])
+    assert slots.dropped_for(0, [9] * 17) == (4, 4)
+    slots.check()
+    assert np.diff(slots.pool.shared(0)).tolist() == [1] * 7
+    assert all(len(slots.pool.matched(texts[n])) == 2 for n in (4, 6)), "the newest texts stay"
+
+
+def test_a_prompt_gets_the_ends_of_texts_that_grew_together() -> None:
+    """Their chunks alternate, so pages of one of them are never consecutive."""
+    slots = Slots(2 * 6 * UNIT + 16)
+    for turn in range(1, 7):
+        for b in range(2):
+            slots.pool.release([b])
+            slots.admit(b, [b] * (turn * UNIT + 1), 1)
+    slots.pool.release([0, 1])
+    slots.prompts.clear()
+    dropped, least = slots.dropped_for(0, [9] * (5 * UNIT + 1))
+    slots.check()
+    assert np.diff(slots.pool.shared(0)).tolist() == [1] * 9
+    assert dropped == least == 3
+    assert all(len(slots.pool.matched([b] * 25)) >= 4 for b in range(2))
+
+
+def test_few_more_chunks_are_dropped_for_consecutive_pages() -> None:
+    """Prompts of any length come and go."""
+    seed = random.randrange(2**32)
+    draw, slots, together, count = random.Random(seed), Slots(400), 0, 300
+    for n in range(count):
+        b, prompt = draw.randrange(3), [n] * draw.randrange(6, 60)
+        slots.pool.release([b])
+        slots.prompts.pop(b, None)
+        dropped, least = slots.dropped_for(b, prompt)
+        assert dropped <= least + 1.5 * ((len(prompt) - 1) // UNIT), seed
+        slots.check()
+        together += int(np.diff(slots.pool.shared(b)).max(initial=1)) == 1
+    assert together > 0.8 * count, f"{seed}: {together}"
 
 
 def test_what_is_forgotten_is_written_again() -> None:

@@ -25,24 +25,32 @@ class FreePages:
         """Returns the number of pages that nobody owns."""
         return int(self._free.sum())
 
+    def begins(self, count: int, others: Sequence[int] = ()) -> list[int]:
+        """Returns the first pages of all runs of ``count`` pages, each of which is free or in ``others``."""
+        free = self._free.copy()
+        free[list(others)] = True
+        pages = np.flatnonzero(free)
+        firsts = pages[: max(0, len(pages) - count + 1)]
+        found: list[int] = firsts[pages[count - 1 :] - firsts == count - 1].tolist()
+        return found
+
     def take(self, count: int, after: int = -1, last: bool = False) -> list[int]:
         """Returns pages for a new owner, consecutive ones if possible: a prefill reads them without a copy.
 
         Args:
             count: at most ``free``.
-            after: page after which they begin if those are free.
+            after: page that they directly follow if those are free.
             last: whether to prefer the last free pages instead of the first ones.
         """
         free = np.flatnonzero(self._free)
         assert count <= len(free), f"{count} pages, {len(free)} are free"
         if not count:
             return []
-        begins = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-        at = len(free) - count if last else 0
-        if len(begins):
-            following = int(np.searchsorted(free, after + 1))
-            at = following if after >= 0 and following in begins else int(begins[-1 if last else 0])
-        pages = free[at : at + count]
+        if begins := self.begins(count):
+            first = after + 1 if after >= 0 and after + 1 in begins else begins[-1 if last else 0]
+            pages = np.arange(first, first + count)
+        else:
+            pages = free[-count:] if last else free[:count]
         self._free[pages] = False
         return [int(page) for page in pages]
 
