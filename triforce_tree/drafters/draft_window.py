@@ -12,18 +12,26 @@ from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig, StreamingConfig
 from triforce_tree.drafters.token_map import Forwards, TokenMap
+from triforce_tree.kernels.ahead import compile_together
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.prefill import chunk_tokens, windowed_attention
 from triforce_tree.kv.recurrent_states import DraftedStates, PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.running_forward import ChunkPass
 from triforce_tree.models.step_model import MOST_ROWS
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.devices import overwrite
+from triforce_tree.runtime.executor import Step, executor
 from triforce_tree.runtime.progress_log import logged
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.token_ids import id_tensor
+
+# Most tokens of each sequence that one forward for the whole batch processes.
+_COLUMNS = 16
 
 
 class DraftWindow(Protocol):
@@ -52,11 +60,11 @@ class DraftWindow(Protocol):
     def start(self, b: int, sequence: Sequence[int]) -> None:
         """Begins a sequence at batch index b."""
 
-    def extend(self, b: int, sequence: Sequence[int], resumed: bool) -> None:
-        """Makes the window ready for the trees of a pass.
+    def extend(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        """Makes the windows ready for the trees of a pass.
 
         Args:
-            sequence: all committed tokens of sequence b.
+            sequences: all committed tokens of each sequence; None for one that has ended.
             resumed: whether tokens were committed without a tree since the last call.
         """
 
@@ -69,6 +77,10 @@ class RecomputedWindow:
 
     When it is full, the keys and values of its newer half are recomputed, which Xiao et al. (arXiv
     2309.17453, table 1) found to be the best of the windowed caches. No cached key is rotated again.
+
+    Tokens that were committed without a tree are processed by forwards for the whole batch. A sequence that
+    has fewer of them, or none, is padded on the right: slots after its last token are overwritten by the next
+    tree.
 
     Args:
         draft: the draft model; ``model`` runs it.
@@ -89,16 +101,27 @@ class RecomputedWindow:
     ) -> None:
         self.config, self._model, self._rope = config, model, draft.length_rope
         self.drafted: DraftedStates | None = None
-        self._refeed, self._scratch = refeed, scratch
-        self.store = _store(draft, self.config, scratch, state)
+        self._refeed, self._scratch = refeed, max(scratch, _COLUMNS)
+        self.store = _store(draft, self.config, self._scratch, state)
         self.dropped = torch.zeros_like(state.length)
         # ``_dropped_on_host`` is a copy of ``dropped`` on the host.
         self._dropped_on_host = [0] * state.batch
         # The number of first tokens of each sequence that the cache holds or has dropped.
         self._fed = [0] * state.batch
-        # Forwards of up to MOST_ROWS tokens compile the layers for that number, which takes seconds. Feeding
-        # more tokens at once avoids this while decoding.
-        self._least_fed = MOST_ROWS + 1 if model.device.type == "cuda" else 1
+        device = state.device
+        # A sequence with more new tokens has a forward of its own. On a GPU such a forward of up to MOST_ROWS
+        # tokens would compile the layers, which takes seconds. On a CPU padding of the others costs time.
+        self._most_together = MOST_ROWS if device.type == "cuda" else 2 * _COLUMNS
+        # The first KV slot that a forward for the whole batch writes, and its tokens.
+        self._inputs = torch.zeros(state.batch, 1 + _COLUMNS, dtype=torch.int64, device=device)
+        self._columns = torch.arange(_COLUMNS, device=device)
+        causal = torch.ones(_COLUMNS, _COLUMNS, dtype=torch.bool, device="cpu").tril()
+        self._view = TreeAttentionView(self.store, _COLUMNS, mask=causal)
+        self._width = _COLUMNS
+        capturable = self._view.capturable is True and model.capturable
+        if capturable and distributed.world_size() == 1:
+            compile_together(self._forward, device)
+        self._run = executor([Step(self._forward, capturable)], device)
 
     def take_over(self, earlier: DraftWindow) -> None:
         """Has nothing to take over: a window is recomputed for each prompt."""
@@ -119,20 +142,25 @@ class RecomputedWindow:
         if held:
             self._prefill(b, held)
 
-    def extend(self, b: int, sequence: Sequence[int], resumed: bool) -> None:
-        needed = len(sequence) - self._dropped_on_host[b] + self._scratch
-        final, fed = len(sequence) - self._refeed, self._fed[b]
-        # Only the first forward of a tree writes slots of padding on the left, so a padded sequence that
-        # has grown is recomputed.
-        if needed > self.store.slots or (resumed and self._dropped_on_host[b] < 0):
-            self.start(b, sequence)
-        elif resumed and final > fed:
-            dropped = self._dropped_on_host[b]
-            oldest = dropped + self.config.sinks if dropped else 0
-            fed = max(oldest, min(fed, final - self._least_fed))
-            self._prefill(b, list(sequence[fed:final]), fed - dropped)
-        # The first forward of the next tree processes the newest tokens.
-        self._fed[b] = len(sequence)
+    def extend(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        pending: dict[int, tuple[int, Sequence[int]]] = {}
+        for b, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            dropped, fed = self._dropped_on_host[b], self._fed[b]
+            new = sequence[fed : max(fed, len(sequence) - self._refeed)] if resumed else ()
+            # Only the first forward of a tree writes slots of padding on the left, so a padded sequence that
+            # has grown is recomputed.
+            if len(sequence) - dropped + self._scratch > self.store.slots or (resumed and dropped < 0):
+                self.start(b, sequence)
+            elif len(new) > self._most_together:
+                self._prefill(b, list(new), fed - dropped)
+            elif new:
+                pending[b] = fed - dropped, new
+            # The first forward of the next tree processes the newest tokens.
+            self._fed[b] = len(sequence)
+        if pending:
+            self._prefill_together(pending)
 
     def begin_tree(self, state: SequenceState) -> None:
         """Has nothing to do: a tree overwrites the slots of the last one."""
@@ -149,6 +177,31 @@ class RecomputedWindow:
             return out.transpose(1, 2).contiguous()
 
         self._model(ids, positions, attend, last=1)
+
+    def _prefill_together(self, pending: dict[int, tuple[int, Sequence[int]]]) -> None:
+        """Writes the keys and values of tokens of some sequences.
+
+        The other sequences write slots after all that their windows hold.
+
+        Args:
+            pending: by sequence, the first KV slot to write and the tokens.
+        """
+        longest = max(len(tokens) for _, tokens in pending.values())
+        self._width = min(longest, _COLUMNS) if self._view.resizable else _COLUMNS
+        for start in range(0, longest, self._width):
+            rows = []
+            for b, fed in enumerate(self._fed):
+                first, tokens = pending.get(b, (fed - self._dropped_on_host[b], ()))
+                part = tokens[start : start + self._width]
+                padding = [0] * (self._width - len(part))
+                rows.append([first + min(start, len(tokens)), *part, *padding])
+            overwrite(self._inputs[:, : 1 + self._width], torch.tensor(rows, device="cpu"))
+            self._run()
+
+    def _forward(self) -> None:
+        first, tokens = self._inputs[:, 0], self._inputs[:, 1 : 1 + self._width]
+        self._view.begin(first)
+        self._model(tokens, first[:, None] + self._columns[: self._width], self._view, last=1)
 
 
 class ContinuedWindow:
@@ -234,7 +287,12 @@ class ContinuedWindow:
                     self._marks.add(b, end)
                     at = end
 
-    def extend(self, b: int, sequence: Sequence[int], resumed: bool) -> None:
+    def extend(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        for b, sequence in enumerate(sequences):
+            if sequence is not None:
+                self._extend(b, sequence, resumed)
+
+    def _extend(self, b: int, sequence: Sequence[int], resumed: bool) -> None:
         final, held = len(sequence) - self._refeed, int(self._held_on_host[b])
         if resumed and held < 0:
             self.start(b, sequence)  # It is no longer padded as it was.

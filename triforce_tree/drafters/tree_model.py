@@ -113,9 +113,7 @@ class TreeDrafter(Drafter):
         """Processes tokens that plain decoding committed, and makes room in windows that have no slots
         left.
         """
-        for b, sequence in enumerate(sequences):
-            if sequence is not None:
-                self.window.extend(b, sequence, resumed)
+        self.window.extend(sequences, resumed)
 
 
 class GrownTree:
