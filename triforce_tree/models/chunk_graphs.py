@@ -69,6 +69,16 @@ class ChunkGraphs:
         finally:
             self._attend = None
 
+    def prepare(self) -> None:
+        """Captures the graphs of all sizes."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+            return v.new_zeros(1, v.shape[2], q.shape[1], v.shape[3])
+
+        for size in range(MOST_TOKENS, 0, -_TOKENS):
+            for _ in range(2):
+                self.run([0] * size, torch.arange(size, device=self._device), attend)
+
     def _prepared(self, size: int) -> tuple[Tensor, Callable[[], None]]:
         """Returns buffers for ids and positions, int64 ``[2, T]``, and a forward over them."""
         inputs = torch.zeros(2, size, dtype=torch.int64, device=self._device)

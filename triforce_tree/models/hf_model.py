@@ -314,22 +314,30 @@ class HFModel:
         Args:
             every_state: see :meth:`forward`.
         """
-        if not every_state and len(tokens) <= MOST_TOKENS and self._chunks_capturable:
-            self._chunk_graphs = self._chunk_graphs or ChunkGraphs(self._run_chunk, self.device)
-            self._chunk_graphs.run(tokens, cache.positions(len(tokens)), cache.attend)
-            cache.advance(len(tokens))
-        else:
+        if every_state or len(tokens) > MOST_TOKENS or (graphs := self._graphs()) is None:
             self.forward(tokens, cache, last_only=True, every_state=every_state)
+        else:
+            graphs.run(tokens, cache.positions(len(tokens)), cache.attend)
+            cache.advance(len(tokens))
 
-    @property
-    def _chunks_capturable(self) -> bool:
-        """Returns whether CUDA graphs can hold the forwards of chunks but for attention.
+    @torch.no_grad()
+    def capture_chunks(self) -> None:
+        """Captures all graphs that :meth:`feed` may use, so that it captures none later."""
+        with self.active():
+            if (graphs := self._graphs()) is not None:
+                graphs.prepare()
+
+    def _graphs(self) -> ChunkGraphs | None:
+        """Returns the graphs of short chunks; None if graphs cannot hold their forwards.
 
         Hooks, layers without kernels, and whatever the host decides in a forward prevent it.
         """
         special = self.indexed or self._shares_kv or self._scales_queries or self.length_rope is not None
         alone = self.streamed is None and distributed.current() is None and self.running is self._copy
-        return alone and self._by_kernels and not special and self.learned_positions is None
+        if special or not alone or not self._by_kernels or self.learned_positions is not None:
+            return None
+        self._chunk_graphs = self._chunk_graphs or ChunkGraphs(self._run_chunk, self.device)
+        return self._chunk_graphs
 
     def _run_chunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> None:
         with running_forward(attend):

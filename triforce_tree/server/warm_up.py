@@ -76,6 +76,10 @@ def warm_up(
                 program.learnt.clear()
                 if program.makes_slowly:
                     program.prepare_shapes()
+    step = "preparing short prompts"
+    said(step)
+    with logged(step), engine.generation():
+        engine.target.capture_chunks()
 
 
 def _decoded(
