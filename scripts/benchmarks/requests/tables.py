@@ -1,5 +1,6 @@
 """Tables of docs/sessions.md: whole requests, conversations, and clients of a server."""
 
+from operator import itemgetter
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
@@ -45,7 +46,7 @@ def _table(file: str, command: str) -> Table:
 
 SERVING: Columns = {
     "server": "{part}", "clients": "{clients}", "prompt, tokens": "{prompt_tokens:,}",
-    "**tokens/s**": "**{tokens_per_second:,.1f}**",
+    "new, tokens": "{new_tokens:,}", "**tokens/s**": "**{tokens_per_second:,.1f}**",
     "first token, s: median": "?{first_token_seconds[p50]:.2f}", "p99": "?{first_token_seconds[p99]:.2f}",
     "a token, ms: median": lambda row: _ms(row["token_seconds"], "p50"),
     "its p99": lambda row: _ms(row["token_seconds"], "p99"),
@@ -61,7 +62,7 @@ _SERVING_NOTE = (
 
 def _by_cell(content: Record) -> list[Record]:
     """Returns the rows of all servers, those of one cell together."""
-    return sorted(content["rows"], key=lambda row: (row["prompt_tokens"], row["clients"]))
+    return sorted(content["rows"], key=itemgetter("prompt_tokens", "clients", "new_tokens"))
 
 
 def _ms(values: Record | None, share: str) -> str:
