@@ -139,8 +139,8 @@ class ChunkedPrefill:
         """Begins the chunks of the next :meth:`run` while the device computes a pass, whose results the host
         reads only afterwards: the device then never waits for the host.
 
-        It does nothing on a CPU, which would compute the chunks at once, and where what a pass leaves in
-        recurrent states or copies from host memory is recorded after it.
+        It does nothing on a CPU, which would compute the chunks at once, and nothing with recurrent states or
+        with a cache in host memory: what a pass has changed of them is recorded after it.
 
         Returns:
             the seconds that it took.

@@ -62,7 +62,12 @@ class ChunkGraphs:
         self._attend, self._count = attend, count
         try:
             forward()
-        except torch.OutOfMemoryError:
+        except BaseException as problem:
+            del self._captured[size]
+            # A pool cannot be used again if all its graphs were destroyed.
+            self._pool = torch.cuda.graph_pool_handle()
+            if not isinstance(problem, torch.OutOfMemoryError):
+                raise
             # Memory is short for the graphs; the forward writes all keys and values again.
             self._captured[size] = inputs, self._direct(inputs)
             self._direct(inputs)()
