@@ -1,6 +1,7 @@
 """Faults planted into decoding change the output distribution, and the enumeration finds every one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from tests.support.distributions.enumerated_noise import CraftedDraws, EnumeratedNoise
 from tests.support.distributions.enumeration import NOISE, Walk
 from tests.support.distributions.generation_cases import BOTH, Case
-from tests.support.distributions.generation_cases import CASES as ALL_CASES
+from tests.support.models.own_drafters import DrawnThenFixed
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step import accept, traversal
 from triforce_tree.kernels.step.draws import draw_tokens
@@ -29,7 +30,10 @@ CASES = {
     "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
     "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
     "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
-    "drawn, then fixed": ALL_CASES["drawn, then fixed, five tokens"],
+    # The target can draw the fixed token after it has rejected the drawn one.
+    "drawn, then fixed": Case(
+        2, 5, 2, 1, {"runner_ups": False}, drafter=partial(DrawnThenFixed, "static:1;0.0", 5)
+    ),
 }
 
 Noisy = type[EnumeratedNoise]

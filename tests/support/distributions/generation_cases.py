@@ -288,10 +288,6 @@ CASES: dict[str, Case] = {
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
     ),
     "drawn, then fixed, several passes": Case(2, 3, 3, drafter=partial(DrawnThenFixed, "static:0;1", 3)),
-    # The target can draw the fixed token after it has rejected the drawn one.
-    "drawn, then fixed, five tokens": Case(
-        2, 5, 2, 1, {"runner_ups": False}, drafter=partial(DrawnThenFixed, "static:1;0.0", 5)
-    ),
     "drawn, then fixed, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(DrawnThenFixed, "static:2;0.0", 4)
     ),
