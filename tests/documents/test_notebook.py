@@ -11,6 +11,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))

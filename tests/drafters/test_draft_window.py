@@ -10,6 +10,7 @@ from tests.support.models.program_cases import draft_of, model
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 def test_windows_are_those_of_the_text(family: str) -> None:
     check_windows(model(family), draft_of(family), 2e-5, keeps_all=family == "llama-gqa")

@@ -45,6 +45,7 @@ print(json.dumps({"alone": alone, "beside": beside, "threads": torch.get_num_thr
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "triforce_tree"])
 def test_decoding_beside_others_takes_its_share(first: str) -> None:

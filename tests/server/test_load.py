@@ -232,6 +232,7 @@ def test_the_command_measures_a_grid(
     assert len(made.prompts) == 14
 
 
+@pytest.mark.release
 def test_the_benchmark_of_servers_continues(made: MadeUp, url: str, tmp_path: Path) -> None:
     words = ["--tiny", "--endpoint", f"made-up={url}", "--field", "how=null", "--out", str(tmp_path)]
     assert serving.main(words) == 0

@@ -204,7 +204,7 @@ def test_random_requests_get_the_replies_that_they_get_alone(
 
 def test_clients_that_leave_leave_nothing_behind() -> None:
     """In a process of its own, whose memory other tests do not use."""
-    requests = 40
+    requests = 24
     words = [sys.executable, "-m", "scripts.checks.many_requests", str(requests), "12"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_greedy_tokens_are_the_targets(levels: int, split: str):
