@@ -127,7 +127,7 @@ def test_texts_used_longest_ago_are_dropped_first() -> None:
 
 
 def test_a_prompt_gets_consecutive_pages_in_a_pool_full_of_texts() -> None:
-    """Those used longest ago are not neighbours. No more are dropped than for pages anywhere."""
+    """The chunks used longest ago are not neighbours. Scattered pages would need as many dropped chunks."""
     slots = Slots(8 * 8 + 8)
     texts = {n: [n] * 9 for n in range(8)}
     for n in (*range(8), 1, 3, 5, 7, 0, 2, 4, 6):
