@@ -146,9 +146,8 @@ class ChunkedPrefill:
             the seconds that it took.
         """
         cache = program.cache
-        if program.device.type == "cpu" or cache.states is not None or cache.backend.transfers:
-            return 0.0
-        if not self.running:
+        apart = program.device.type != "cpu" and cache.states is None and not cache.backend.transfers
+        if not (apart and self.running):
             return 0.0
         start = time.perf_counter()
         self._ahead = True

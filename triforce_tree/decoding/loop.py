@@ -23,9 +23,9 @@ from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.devices import overwrite, received
+from triforce_tree.runtime.devices import overwrite
 from triforce_tree.runtime.executor import free_memory
-from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.runtime.stage_clock import Mark, StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress, added
 from triforce_tree.verify.draws import Draws
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -557,14 +557,15 @@ class DecodingLoop:
                 if self.after_stage is not None:
                     self.after_stage(name)
                 clock.mark(level)
-            read_results = received(program.state.pass_results())
+            # Later work of the device is not waited for.
+            results, copied = program.state.pass_results().to("cpu", non_blocking=True), Mark(program.device)
             if meanwhile is not None:
                 meanwhile()
             ahead = self._chunked.run_ahead(program)
             # The device may have computed chunks of prompts before the pass.
             waited = clock.wait_for_start()
             self.prefill_seconds += waited + ahead
-            results = read_results()
+            copied.wait()
             # Of a plain pass, only the columns that it writes.
             report: list[list[int]] = (results[:, :5] if kind == PLAIN else results).tolist()
             if kind.levels == 3:

@@ -3,7 +3,7 @@
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -56,24 +56,6 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 def overwrite(target: Tensor, source: Tensor) -> None:
     """Copies a host tensor into ``target`` without waiting for the device's work."""
     target.copy_(pinned(source.to(target.dtype), target.device), non_blocking=True)
-
-
-def received(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begins a copy of a tensor to the host.
-
-    Returns:
-        a function that waits for it, and not for later work of the device, and returns it.
-    """
-    if tensor.device.type != "cuda":
-        return lambda: tensor
-    copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record()
-
-    def wait() -> Tensor:
-        done.synchronize()
-        return copy
-
-    return wait
 
 
 def _why_no_cuda() -> str | None:
