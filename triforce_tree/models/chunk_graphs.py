@@ -69,8 +69,8 @@ class ChunkGraphs:
             if not isinstance(problem, torch.OutOfMemoryError):
                 raise
             # Memory is short for the graphs; the forward writes all keys and values again.
-            self._captured[size] = inputs, self._direct(inputs)
-            self._direct(inputs)()
+            self._captured[size] = inputs, (direct := self._direct(inputs))
+            direct()
         finally:
             self._attend = None
 

@@ -332,11 +332,14 @@ class HFModel:
 
         Hooks, layers without kernels, and whatever the host decides in a forward prevent it.
         """
-        special = self.indexed or self._shares_kv or self._scales_queries or self.length_rope is not None
-        alone = self.streamed is None and distributed.current() is None and self.running is self._copy
-        if special or not alone or not self._by_kernels or self.learned_positions is not None:
+        if not self._by_kernels or self.running is not self._copy:
             return None
-        self._chunk_graphs = self._chunk_graphs or ChunkGraphs(self._run_chunk, self.device)
+        if self._chunk_graphs is None:
+            special = self.indexed or self._shares_kv or self._scales_queries or self.states is not None
+            alone = self.streamed is None and distributed.current() is None
+            if special or not alone or self.length_rope is not None or self.learned_positions is not None:
+                return None
+            self._chunk_graphs = ChunkGraphs(self._run_chunk, self.device)
         return self._chunk_graphs
 
     def _run_chunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> None:
