@@ -318,9 +318,7 @@ class DecodingProgram:
                     if step.capturable is True:
                         step.run()
 
-        # Ranks wait for each other in kernels.
-        if distributed.world_size() == 1:
-            compile_together(run, self.device)
+        compile_together(run, self.device)
 
     def _stages_of(self, to_probs: DeviceProbs) -> dict[str, Stage]:
         """Returns the stages for one kind of sampling, by name, with trees of the first shape."""

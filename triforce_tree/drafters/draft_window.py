@@ -23,7 +23,6 @@ from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.running_forward import ChunkPass
 from triforce_tree.models.step_model import MOST_ROWS
-from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import overwrite
 from triforce_tree.runtime.executor import Step, executor
 from triforce_tree.runtime.progress_log import logged
@@ -119,7 +118,7 @@ class RecomputedWindow:
         self._view = TreeAttentionView(self.store, _COLUMNS, mask=causal)
         self._width = _COLUMNS
         capturable = self._view.capturable is True and model.capturable
-        if capturable and distributed.world_size() == 1:
+        if capturable:
             compile_together(self._forward, device)
         self._run = executor([Step(self._forward, capturable)], device)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.packed import ALIGNMENT
 
 # The thread whose launches only compile their kernels.
@@ -23,9 +24,10 @@ def compile_together(run: Callable[[], None], device: torch.device) -> None:
     Triton compiles without Python's lock, so the compilations use all cores. Operators with a definition in
     plain torch return what it computes, so that indices are valid. Others, such as attention and linear
     layers, return zeros. A kernel that cannot be compiled raises its error at its first launch. Without a
-    GPU, and in Triton's interpreter, this does nothing.
+    GPU, in Triton's interpreter, and with several ranks, which wait for each other in kernels, this does
+    nothing.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or distributed.world_size() > 1:
         return
     import triton
 
