@@ -35,7 +35,7 @@ from triforce_tree.runtime.executor import Cuts, executed_parts, free_memory
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
-from triforce_tree.trees.device_shapes import DeviceTreeShape, pass_limits
+from triforce_tree.trees.device_shapes import DeviceTreeShape, most_sequences, pass_limits
 from triforce_tree.verify.masks import GrammarMasks
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
@@ -50,8 +50,6 @@ _MOST_PREPARED = 16
 # The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
 # for the plain pass and for chains, and the layers are compiled already.
 _SHARE = 0.5
-# Tokens of a pass from which on a GPU computes longer than it reads the weights.
-_MANY_TOKENS = 512
 # The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
 # have those of a shape that no program has had yet.
 _longest: dict[torch.device, float] = {}
@@ -440,11 +438,8 @@ class DecodingProgram:
                 self.prepare_shape(number)
 
     def allows(self, number: int) -> bool:
-        """Returns whether passes may use trees of a shape: on a GPU a pass of many tokens for many sequences
-        computes so long that it seldom pays, and its stages take memory.
-        """
-        few = self.shapes[number].nodes * self.batch <= _MANY_TOKENS
-        return number == 0 or self.batch == 1 or few or not self.makes_slowly
+        """Returns whether passes may use trees of a shape."""
+        return number == 0 or self.batch <= most_sequences(self.shapes[number])
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

@@ -1,5 +1,7 @@
 """Computes how many sequences the device's memory holds at a time."""
 
+from bisect import bisect_right
+
 import torch
 
 from triforce_tree.config import HierarchyConfig
@@ -49,10 +51,8 @@ def fitting_batch(
         own = bytes_beside_models(sizes, config, workload) + (workspaces - 1) * workspace
         return own + memory_map.reserve(free)
 
-    first, second = needed(1), needed(2)
-    # Each further sequence takes the same memory.
-    fits = 1 + max(0, free - first) // max(1, second - first)
-    return int(distributed.all_reduce_min([min(wanted, fits)])[0])
+    fits = max(1, bisect_right(range(1, wanted + 1), free, key=needed))
+    return int(distributed.all_reduce_min([fits])[0])
 
 
 def check_every_rank(

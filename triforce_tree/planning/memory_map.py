@@ -15,7 +15,7 @@ from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import mlp_shards_of
 from triforce_tree.planning.expert_sizes import ExpertSizes
-from triforce_tree.trees.device_shapes import pass_limits, tree_shapes
+from triforce_tree.trees.device_shapes import most_sequences, pass_limits, tree_shapes
 
 MIB, GIB = 1 << 20, 1 << 30
 # CUDA graphs, libraries' workspaces, and the allocator's rounding.
@@ -325,11 +325,16 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     """
     limits = pass_limits(config, levels)
     tokens = limits.chain_nodes() if levels == 3 else limits.nodes
-    nodes = limits.tail + (sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1)
+    nodes = batch
+    if levels > 1:
+        first, *others = tree_shapes(config)
+        nodes = batch * (limits.tail + first.nodes)
+        nodes += sum(min(batch, most_sequences(shape)) * shape.nodes for shape in others)
     # Any request may give seeds, so the rows include the buffer of noise by position and what a pass gathers
     # from it.
-    rows = 6 * tokens + 8 * nodes + limits.max_draft_tokens + limits.extra + 1 + max(tokens, limits.nodes)
-    return _WORKSPACE + batch * (4 * rows * sizes.vocabulary + 2 * (tokens + 2 * nodes) * activations(sizes))
+    rows = 6 * tokens + limits.max_draft_tokens + limits.extra + 1 + max(tokens, limits.nodes)
+    own = batch * (4 * rows * sizes.vocabulary + 2 * tokens * activations(sizes))
+    return _WORKSPACE + own + nodes * (32 * sizes.vocabulary + 4 * activations(sizes))
 
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:

@@ -17,6 +17,8 @@ from triforce_tree.trees.shapes import BestFirst, Lookup, Shape, parse_shape
 
 _TILE = 16
 """KV slots in host memory are read in tiles of this many."""
+# Tokens of a pass from which on a device computes longer than it reads the weights.
+_MANY_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,13 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
 def tree_shapes(config: HierarchyConfig) -> tuple[DeviceTreeShape, ...]:
     """Returns the layouts of ``config.shapes``."""
     return tuple(device_tree_shape(parse_shape(shape)) for shape in config.shapes)
+
+
+def most_sequences(shape: DeviceTreeShape) -> int:
+    """Returns the most sequences of a batch whose passes take a further shape: a pass of many tokens for many
+    sequences seldom pays, and its stages take memory.
+    """
+    return max(1, _MANY_TOKENS // shape.nodes)
 
 
 @dataclass(frozen=True)
