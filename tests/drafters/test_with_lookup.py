@@ -12,34 +12,35 @@ from tests.support.models.program_cases import GREEDY, draft_of, model, program_
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.with_lookup import LONGEST, SHORTEST, SuffixIndex
+from triforce_tree.drafters.with_lookup import LENGTHS, LONGEST, SuffixIndex
 from triforce_tree.policy.passes import PLAIN, PassKind
 
 
 def by_search(text: list[int]) -> tuple[int, int]:
-    """Finds the latest earlier occurrence of the text's last tokens by brute force."""
-    end = text[-SHORTEST:]
-    ends = [e for e in range(SHORTEST, len(text)) if text[e - SHORTEST : e] == end]
-    if len(text) <= SHORTEST or not ends:
-        return 0, 0
-    at = ends[-1]
-    common = next((n for n in range(at) if text[at - 1 - n] != text[-1 - n]), at)
-    return at, min(LONGEST, common)
+    """Finds the latest earlier occurrence of the text's last tokens by brute force, first of many tokens."""
+    for length in LENGTHS:
+        ends = [e for e in range(length, len(text)) if text[e - length : e] == text[-length:]]
+        if len(text) > length and ends:
+            at = ends[-1]
+            common = next((n for n in range(at) if text[at - 1 - n] != text[-1 - n]), at)
+            return at, min(LONGEST, common)
+    return 0, 0
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 40])
 def test_the_index_finds_what_a_search_finds(vocabulary: int) -> None:
     rng, matches = random.Random(vocabulary), 0
-    for start in (0, 1, SHORTEST, SHORTEST + 1, 90):
+    longest, shortest = LENGTHS
+    for start in (0, 1, shortest, longest, longest + 1, 90):
         text = [rng.randrange(vocabulary) for _ in range(start)]
         index = SuffixIndex(text)
         for _ in range(60):
             assert index.match() == by_search(text)
-            matches += index.match()[1] > 0
+            matches += index.match()[1] >= longest
             more = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 4))]
             # Passages are copied, since random tokens of a large vocabulary do not repeat.
             if len(text) > 30 and rng.random() < 0.3:
-                more = text[10 : 12 + SHORTEST]
+                more = text[10 : 12 + longest]
             text = text + more
             assert index.begins(text) == (len(text) > len(more))
             index.extend(text)
@@ -67,8 +68,8 @@ def test_the_next_turn_extends_what_is_known(monkeypatch: pytest.MonkeyPatch) ->
     assert built == [40]
     drafter.start([other])
     assert built == [40, 41]
-    [match] = drafter.match([[*other, *other[:7]]])
-    assert match[:2] == (7, 7), "a dictionary holds what came later"
+    [match] = drafter.match([[*other, *other[:9]]])
+    assert match[:2] == (9, 9), "a dictionary holds what came later"
 
 
 def test_a_text_that_repeats_itself_goes_on_so() -> None:
@@ -117,7 +118,7 @@ def test_greedy_text_is_the_targets_whatever_passes_are_made(levels: int) -> Non
     expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
     for prompt, wanted in zip(prompts, expected, strict=True):
         # The prompt contains what the target will generate, so the prompt's end occurs twice.
-        prompt[:0] = [*prompt[-SHORTEST:], *wanted]
+        prompt[:0] = [*prompt[-LENGTHS[0] :], *wanted]
     expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
     program, accepted = lookup_program(2, levels, other_trees=("lookup:5", "lookup:11")), 0
     every = [PLAIN, PassKind(levels, 1), PassKind(2, 1), PassKind(2, 1, 1), PassKind(2, 1, 2)]
@@ -184,7 +185,7 @@ def test_texts_that_copy_take_few_passes() -> None:
     [
         ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree but a chain.*name it in other_trees"),
         ({"other_trees": "lookup:4 lookup:4"}, r"asks for suffix-matched tokens twice"),
-        ({"other_trees": "lookup:4 lookup:5 lookup:6"}, r"asks for suffix-matched tokens 3 times"),
+        ({"other_trees": "lookup:4 lookup:5 lookup:6 lookup:7 lookup:8"}, r"tokens 5 times; name at most 4"),
         ({"other_trees": "lookup:0"}, r"lookup:0.*at least 1"),
     ],
 )

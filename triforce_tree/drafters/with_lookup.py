@@ -22,8 +22,8 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
 
-SHORTEST = 6
-"""An occurrence counts only if at least this many tokens match the end of the text."""
+LENGTHS = 8, 2
+"""An occurrence of the last 8 tokens of the text counts; without one, an occurrence of the last 2."""
 LONGEST = 64
 """Matching tokens are counted up to this number."""
 # N-grams have a polynomial hash with this odd factor, modulo 2**64.
@@ -150,11 +150,7 @@ class WithLookup(Drafter):
 
 
 class SuffixIndex:
-    """Maps the n-grams (n = ``SHORTEST``) of one growing text to their positions.
-
-    N-grams of the initial text are in arrays sorted by hash, 16 bytes per token; those of tokens appended
-    later are in a dictionary. A lookup returns the latest occurrence in O(log L), where L is the number of
-    initial tokens.
+    """Finds earlier occurrences of the end of one growing text.
 
     Args:
         tokens: the initial text.
@@ -162,12 +158,7 @@ class SuffixIndex:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._text = list(tokens)
-        self._later: dict[tuple[int, ...], int] = {}
-        # The last n-gram is left out: it is no earlier occurrence of itself.
-        hashes = _hashes(np.asarray(self._text[:-1], dtype=np.uint64))
-        order = np.argsort(hashes, kind="stable")
-        # Their elements are read one by one, which takes longer in arrays.
-        self._sorted, self._ends = hashes[order].data, (order + SHORTEST).data
+        self._ngrams = [_NGrams(length, tokens) for length in LENGTHS]
 
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether the indexed text is not empty and is a prefix of ``tokens``."""
@@ -176,37 +167,68 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Indexes the new tokens at the end of ``tokens``, which is the whole text."""
-        text, known = self._text, len(self._text)
-        text.extend(tokens[known:])
-        for end in range(max(known, SHORTEST), len(text)):
-            self._later[tuple(text[end - SHORTEST : end])] = end
+        known = len(self._text)
+        self._text.extend(tokens[known:])
+        for ngrams in self._ngrams:
+            ngrams.extend(self._text, known)
 
     def match(self) -> tuple[int, int]:
-        """Finds the latest earlier occurrence of the last ``SHORTEST`` tokens of the text.
+        """Finds the latest earlier occurrence of the last tokens of the text: of as many as the first of
+        ``LENGTHS`` that has one.
 
         Returns:
             the position after that occurrence, and the number of tokens before it that equal the end of the
             text; (0, 0) if there is no occurrence.
         """
         text = self._text
-        gram = tuple(text[-SHORTEST:])
-        if len(gram) < SHORTEST:
-            return 0, 0
-        end = self._later.get(gram) or self._first(gram)
-        if not end:
-            return 0, 0
-        common, most = SHORTEST, min(LONGEST, end)
-        while common < most and text[end - 1 - common] == text[-1 - common]:
-            common += 1
-        return end, common
+        for ngrams in self._ngrams:
+            if end := ngrams.latest(text):
+                common, most = ngrams.length, min(LONGEST, end)
+                while common < most and text[end - 1 - common] == text[-1 - common]:
+                    common += 1
+                return end, common
+        return 0, 0
 
     def continuation(self, end: int, count: int) -> list[int]:
         """Returns the ``count`` tokens from position ``end`` on; past the end of the text they repeat."""
         following = self._text[end : end + count]
         return (following * -(-count // len(following)))[:count]
 
-    def _first(self, gram: tuple[int, ...]) -> int:
-        # The hash is that of ``_hashes``; numpy arrays of six numbers would take longer than the search.
+
+class _NGrams:
+    """Maps the n-grams of one growing text to the positions after their latest occurrences.
+
+    N-grams of the initial text are in arrays sorted by hash, 16 bytes per token; those of tokens appended
+    later are in a dictionary. A lookup takes O(log L) time, where L is the number of initial tokens.
+
+    Args:
+        length: n.
+        tokens: the initial text.
+    """
+
+    def __init__(self, length: int, tokens: Sequence[int]) -> None:
+        self.length = length
+        self._later: dict[tuple[int, ...], int] = {}
+        # The last n-gram is left out: it is no earlier occurrence of itself.
+        hashes = _hashes(np.asarray(tokens[:-1], dtype=np.uint64), length)
+        order = np.argsort(hashes, kind="stable")
+        # Their elements are read one by one, which takes longer in arrays.
+        self._sorted, self._ends = hashes[order].data, (order + length).data
+
+    def extend(self, text: Sequence[int], known: int) -> None:
+        """Indexes the n-grams of a text that the tokens from position ``known`` on follow."""
+        for end in range(max(known, self.length), len(text)):
+            self._later[tuple(text[end - self.length : end])] = end
+
+    def latest(self, text: Sequence[int]) -> int:
+        """Returns the position after the latest earlier occurrence of the last n-gram; 0 without one."""
+        gram = tuple(text[-self.length :])
+        if len(gram) < self.length:
+            return 0
+        return self._later.get(gram) or self._initial(gram, text)
+
+    def _initial(self, gram: tuple[int, ...], text: Sequence[int]) -> int:
+        # The hash is that of ``_hashes``; numpy arrays of few numbers would take longer than the search.
         wanted = 0
         for token in gram:
             wanted = (wanted * _FACTOR + token) % _MODULUS
@@ -215,13 +237,13 @@ class SuffixIndex:
         if at < 0 or self._sorted[at] != wanted:
             return 0
         end = self._ends[at]
-        return end if tuple(self._text[end - SHORTEST : end]) == gram else 0
+        return end if tuple(text[end - self.length : end]) == gram else 0
 
 
-def _hashes(tokens: np.ndarray) -> np.ndarray:
-    """Returns the uint64 hash of each n-gram of ``SHORTEST`` tokens."""
-    count = max(0, len(tokens) - SHORTEST + 1)
+def _hashes(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Returns the uint64 hash of each n-gram of ``length`` tokens."""
+    count = max(0, len(tokens) - length + 1)
     hashes = np.zeros(count, dtype=np.uint64)
-    for i in range(SHORTEST):
+    for i in range(length):
         hashes = hashes * np.uint64(_FACTOR) + tokens[i : i + count]
     return hashes

@@ -42,11 +42,11 @@ _TREE = "best-first:4,4,4,3"
 # 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little
 # more.
 _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
-_GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
-_GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
-# For more sequences than this there is one more shape, because long proposals of so many sequences compute
-# longer than a pass reads weights.
-_MANY, _TREES_OF_MANY = 8, ("lookup:7",)
+_GPU_TREES = ("best-first:16,17,16,14", "chain:6")
+_GROUPED_TREES = ("best-first:8,8,8,7", "chain:6")
+# More than ``_MANY`` sequences have matched tokens of several lengths, because long proposals of so many
+# sequences compute longer than a pass reads weights.
+_MATCHED, _MANY, _MATCHED_OF_MANY = ("lookup:31",), 8, ("lookup:3", "lookup:7", "lookup:15", "lookup:31")
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # Most tokens of a sequence in a pass over a chain that ends in a tree: more take another tile of attention.
 # The trees of a batch have no more tokens than the kernels of few rows take.
@@ -204,9 +204,8 @@ def resolve(
     grouped = facts.group >= _GROUPED
     shapes: Sequence[str | Shape] = _CPU_TREES
     if facts.gpu:
-        shapes = _GROUPED_TREES if grouped else _GPU_TREES
-        if batch > _MANY:
-            shapes = (*shapes, *_TREES_OF_MANY)
+        trees = _GROUPED_TREES if grouped else _GPU_TREES
+        shapes = (*trees, *(_MATCHED_OF_MANY if batch > _MANY else _MATCHED))
     if not facts.grows_trees:
         shapes = matched_alone(shapes) if facts.takes_matches else ()
     # The memory plan of an offloaded cache has no buffers for further shapes.

@@ -23,7 +23,7 @@ _DOUBT, _SETTLED = 0.25, 10.0
 # The expected acceptance after matches of at least so many tokens, and its weight in judged tokens.
 FORCED = 1_000_000
 """The number of tokens in common that stands for tokens which a grammar forces."""
-_MATCHED, _MATCHED_WEIGHT = {6: 0.65, 12: 0.8, 24: 0.93, 48: 0.97, FORCED: 0.9}, 4.0
+_MATCHED, _MATCHED_WEIGHT = {2: 0.45, 4: 0.65, 8: 0.8, 16: 0.93, 48: 0.97, FORCED: 0.9}, 4.0
 _CLASSES = sorted(_MATCHED)
 # A matched token is proposed if all tokens up to it are accepted with this probability at least.
 _LEAST = 0.1

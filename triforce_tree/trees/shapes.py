@@ -177,7 +177,7 @@ def _near(text: str) -> str:
     )
 
 
-MOST_OTHER_TREES = MOST_MATCHED = 2
+MOST_OTHER_TREES, MOST_MATCHED = 2, 4
 """The most further tree shapes that the user may name, and the most chains of suffix-matched tokens."""
 
 
@@ -208,7 +208,7 @@ def other_shapes(given: str | Sequence[str | Shape]) -> tuple[str | Shape, ...]:
         times = "twice" if len(matched) <= MOST_MATCHED else f"{len(matched)} times"
         raise ValueError(
             f"other_trees={' '.join(map(shape_name, named))!r} asks for suffix-matched tokens {times}; name "
-            f"lookup:N once, or with {MOST_MATCHED} different N"
+            f"at most {MOST_MATCHED} different lengths"
         )
     return (*grown, *(f"lookup:{length}" for length in lengths))
 
