@@ -202,7 +202,7 @@ class Grammars:
         # byte that no text has. Without any byte it would never be allowed, not even by a grammar that names
         # it by its id, as in Token(5).
         byte = _NO_TEXT[read.vocab_type.name]
-        names: list[str | bytes] = [""] * self._vocabulary
+        names: list[str | bytes] = [byte] * self._vocabulary
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         for name, id in tokenizer.get_vocab().items():
             if id < self._vocabulary:
