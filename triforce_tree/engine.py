@@ -148,7 +148,7 @@ class Engine:
             attention_mask: has the shape of the ids; tokens with mask 0 are padding, on either side, and are
                 left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
-                in transformers; ``stop_strings`` needs a tokenizer. If they keep state, nothing is drafted
+                in transformers; ``stop_strings`` needs a tokenizer. If they may keep state, nothing is drafted
                 (``requests/kept_state.py``).
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: the seed of all draws, from which each sequence derives its own
@@ -397,8 +397,7 @@ class Engine:
             distributed.check_equal({"settings": self._config, **request.alike()})
             for sequence in request.sequences:
                 hierarchy.target.check_length(len(sequence.prompt), sequence.ending.max_new_tokens)
-            vocabulary = hierarchy.target.vocab_size
-            reasons = (why_in_step(part, vocabulary) for part in request.separate)
+            reasons = map(why_in_step, request.separate)
             why = next((reason for reason in reasons if reason is not None), None)
             why = distributed.broadcast_object(why)
             if why is not None and len(request.parts) > 1:

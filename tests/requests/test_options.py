@@ -233,6 +233,8 @@ def test_the_ends_of_ranges_are_allowed(engine: Engine) -> None:
 
 def test_nan_of_a_processor_is_not_blamed_on_the_model(engine: Engine) -> None:
     class Broken(LogitsProcessor):
+        keeps_state = False
+
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores * NAN
 

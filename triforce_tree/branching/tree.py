@@ -177,7 +177,7 @@ class TextTree:
                     "output_scores and output_logits are not supported for leaves of a tree; read the "
                     "logprobs of nodes, or use score"
                 )
-            if len(given) > 1 and (why := why_in_step(request, self._target.vocab_size)) is not None:
+            if len(given) > 1 and (why := why_in_step(request)) is not None:
                 raise ValueError(
                     f"{len(given)} leaves cannot be generated in one call: {why}; generate them one by one"
                 )

@@ -108,13 +108,23 @@ def _any(stops: Sequence[Stop]) -> Stop:
 
 def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:
     held = torch.tensor([list(padding)], dtype=torch.int64, device=device)
+    first, asked, answers = 0, list[int](), list[bool]()
 
     def stop(tokens: list[int]) -> bool:
-        nonlocal held
-        # It is called after each token. A pass that is repeated (memory ran out) has called it before.
+        nonlocal held, first
+        # It is called after each token. A pass that is repeated (memory ran out) has called it before, and
+        # criteria that keep state see each token once.
+        first = first or len(tokens) - 1
+        new = tokens[first:]
+        if len(new) <= len(asked):
+            if new == asked[: len(new)]:
+                return answers[len(new) - 1]
+            del asked[len(new) - 1 :], answers[len(new) - 1 :]
         known = min(held.shape[1] - len(padding), len(tokens) - 1)
         fresh = torch.tensor([tokens[known:]], dtype=torch.int64, device=device)
         held = torch.cat([held[:, : len(padding) + known], fresh], 1)
-        return broadcast_flag(bool(criteria(held, None).all()))
+        asked.append(tokens[-1])
+        answers.append(broadcast_flag(bool(criteria(held, None).all())))
+        return answers[-1]
 
     return stop
