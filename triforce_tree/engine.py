@@ -148,7 +148,7 @@ class Engine:
             attention_mask: has the shape of the ids; tokens with mask 0 are padding, on either side, and are
                 left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
-                in transformers; ``stop_strings`` needs a tokenizer. If they may keep state, nothing is drafted
+                in transformers; ``stop_strings`` needs a tokenizer. Nothing is drafted if they may keep state
                 (``requests/kept_state.py``).
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: the seed of all draws, from which each sequence derives its own

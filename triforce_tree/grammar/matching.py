@@ -8,6 +8,7 @@ from importlib import import_module
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -35,10 +36,12 @@ class _Tools(NamedTuple):
     Attributes:
         filler: an ``xgrammar.BatchGrammarMatcher``.
         tokens_of: returns the tokens of a text.
+        tokens: the number of tokens that have a text.
     """
 
     filler: Any
     tokens_of: Callable[[str], Sequence[int]]
+    tokens: int
 
 
 class Matcher:
@@ -98,6 +101,14 @@ class Matcher:
             Matcher.fill([state], words, [row])
             state.accept([token])
         return words
+
+    def share(self, words: Tensor) -> float:
+        """Returns the share of all tokens with a text that a mask of this grammar allows.
+
+        Args:
+            words: int32 ``[ceil(V / 32)]`` in host memory, see :meth:`fill`.
+        """
+        return int(np.bitwise_count(words.numpy().view(np.uint32)).sum()) / self._tools.tokens
 
     def copy(self) -> "Matcher":
         return Matcher(self._matcher.fork(), self._tools)
@@ -183,8 +194,9 @@ class Grammars:
         xgrammar, ends = _xgrammar(), frozenset(end_tokens)
         with self._lock:
             if not self._compilers:
-                encode = partial(_encoded, self._tokenizer)
-                self._tools = _Tools(xgrammar.BatchGrammarMatcher(), lru_cache(_KEPT_TEXTS)(encode))
+                encode = lru_cache(_KEPT_TEXTS)(partial(_encoded, self._tokenizer))
+                count = len({*self._tokenizer.get_vocab().values()} - _special(self._tokenizer))
+                self._tools = _Tools(xgrammar.BatchGrammarMatcher(), encode, count)
             if ends not in self._compilers:
                 self._compilers[ends] = self._new_compiler(xgrammar, self._tokenizer, sorted(ends))
         try:
@@ -200,10 +212,11 @@ class Grammars:
         )
         # Special tokens add nothing to the text, so that no grammar may take their names for text. Each has a
         # byte that no text has. Without any byte it would never be allowed, not even by a grammar that names
-        # it by its id, as in Token(5).
+        # it by its id, as in Token(5), and xgrammar would clear it by itself in every mask, which takes long
+        # where many ids have no token.
         byte = _NO_TEXT[read.vocab_type.name]
         names: list[str | bytes] = [byte] * self._vocabulary
-        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = _special(tokenizer)
         for name, id in tokenizer.get_vocab().items():
             if id < self._vocabulary:
                 names[id] = byte if id in special else name
@@ -212,6 +225,10 @@ class Grammars:
             add_prefix_space=read.add_prefix_space,
         )  # fmt: skip
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -16,6 +16,9 @@ from triforce_tree.verify.paths import NodePaths
 
 # Masks that are allocated at first; more are allocated when a pass reaches more states.
 _FIRST_ROWS = 64
+# If a grammar allows this share of the tokens now, as within a string of JSON, the draft proposes tokens
+# without masks. It seldom proposes others, and with masks it waits for the host at each depth.
+_FREE = 0.9
 # Words of a mask that are searched first for a token: most have one there, as single bytes have low ids.
 _FIRST_WORDS = 32
 
@@ -56,13 +59,14 @@ class GrammarMasks:
     Attributes:
         pool: int32 ``[R, W]`` in host memory, the masks of the states that the present pass has reached, see
             ``mask_logits``. Row 0 allows all tokens.
+        free: bool ``[B]`` in host memory, for which sequences the draft proposes tokens without masks in this
+            pass. It follows from the committed tokens of the sequence alone.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self.batch, self.words, self.device = batch, words_of(vocabulary), device
         self.pool = torch.full((_FIRST_ROWS, self.words), -1, dtype=torch.int32, device="cpu")
-        self._used = 1
-        self._roots: list[_State | None] = [None] * batch
+        self.clear()
 
     def begin_pass(self, matchers: Sequence[Matcher | None]) -> None:
         """Begins a pass.
@@ -73,6 +77,12 @@ class GrammarMasks:
         """
         self._roots = [None if matcher is None else _State(matcher) for matcher in matchers]
         self._used = 1
+        states = [root for root in self._roots if root is not None and root.row is None]
+        self._compute(states)
+        self.free = torch.tensor([root is None or self._is_free(root) for root in self._roots], device="cpu")
+
+    def _is_free(self, root: _State) -> bool:
+        return not root.row or root.matcher.share(self.pool[root.row]) >= _FREE
 
     def clear(self) -> None:
         """Removes the grammars of all sequences."""
@@ -146,10 +156,23 @@ class StageMasks:
             if self._on_gpu
             else self._words
         )
+        # Whether all of them allow all tokens.
+        self._free = True
         self._first, self._count, self._chain = 0, nodes, 0
         self._read = torch.empty(0, device="cpu")
         if self._on_gpu:
             self._event = torch.cuda.Event()
+
+    def draft(self, paths: NodePaths) -> None:
+        """Writes the masks of nodes of a tree that is being drafted."""
+        if not self._masks.free.all():
+            self.read(paths)
+            self.fill(drafting=True)
+            return
+        self._first, self._count, _ = paths.nodes.indices(paths.tokens.shape[1])
+        if not self._free:
+            self._words.fill_(-1)
+            self._free = True
 
     def read(self, paths: NodePaths) -> None:
         """Begins to copy the tokens of trees to host memory."""
@@ -166,8 +189,12 @@ class StageMasks:
         else:
             self._read = found
 
-    def fill(self) -> None:
-        """Writes the masks of the nodes of the trees that were read."""
+    def fill(self, drafting: bool = False) -> None:
+        """Writes the masks of the nodes of the trees that were read.
+
+        Args:
+            drafting: whether the trees are being drafted.
+        """
         if self._on_gpu:
             # The last copy from ``_staged``, which was started before, has ended then, too.
             self._event.synchronize()
@@ -176,7 +203,11 @@ class StageMasks:
             chains.append(rest[:drafted])
             tokens.append(rest[self._chain : self._chain + self._count])
             parents.append(rest[self._chain + self._count :])
-        rows = self._masks.rows(chains, tokens, parents)[:, self._first :].flatten()
+        self._free = False
+        rows = self._masks.rows(chains, tokens, parents)[:, self._first :]
+        if drafting:
+            rows[self._masks.free] = 0
+        rows = rows.flatten()
         used = slice(len(rows) * self._masks.words)
         torch.index_select(self._masks.pool, 0, rows, out=self._staged[used].view(len(rows), -1))
         if self._on_gpu:
@@ -186,6 +217,8 @@ class StageMasks:
         """Returns the logits of the first nodes that were read, ``[B, F, V]``, with -inf for tokens that are
         not allowed.
         """
+        if self._free and not self._on_gpu:
+            return logits
         batch, nodes, words = self._masks.batch, self._count - self._first, self._masks.words
         found = self._words[: batch * nodes * words].view(batch, nodes, words)
         return mask_logits(logits, found[:, : logits.shape[1]])

@@ -177,7 +177,7 @@ class Sampler:
             which do not depend on the draws.
         """
         if (masks := self._masks) is not None:
-            self._cuts.outside(partial(_fill, masks, paths))
+            self._cuts.outside(partial(masks.draft, paths))
             logits = masks.applied(logits)
         tokens, by_rank = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
@@ -186,9 +186,3 @@ class Sampler:
             # The paths of the next depth must not contain tokens that a processor forbids.
             tokens = tokens.masked_fill(by_rank <= 0, -1)
         return tokens, by_rank
-
-
-def _fill(masks: StageMasks, paths: NodePaths) -> None:
-    """Computes the masks after nodes of a tree that is being drafted."""
-    masks.read(paths)
-    masks.fill()
