@@ -40,10 +40,11 @@ def why_in_step(request: Request) -> str | None:
 def _reasons(request: Request) -> Iterator[str | None]:
     for given in _each(request.processors):
         if type(given) is PrefixConstrainedLogitsProcessor:
-            given = given._prefix_allowed_tokens_fn
-        yield _declared(given) if _declares(given) else _of_processor(given)
+            yield _of_processor(given._prefix_allowed_tokens_fn, "prefix_allowed_tokens_fn")
+        else:
+            yield _of_processor(given, _name(given))
     for given in _each(request.criteria):
-        yield _declared(given) if _declares(given) else _of_criterion(given, request)
+        yield _of_criterion(given, _name(given), request)
 
 
 def _each(given: Iterable[Any]) -> Iterator[Any]:
@@ -54,30 +55,26 @@ def _each(given: Iterable[Any]) -> Iterator[Any]:
             yield each
 
 
-def _declares(given: Any) -> bool:
-    return isinstance(getattr(given, "keeps_state", None), bool)
-
-
-def _declared(given: Any) -> str | None:
-    return f"{_name(given)} keeps state" if given.keeps_state else None
-
-
-def _of_processor(given: Any) -> str | None:
+def _of_processor(given: Any, name: str) -> str | None:
     kind = type(given)
+    if isinstance(declared := getattr(given, "keeps_state", None), bool):
+        return f"{name} keeps state" if declared else None
     if kind.__module__ == logits_process.__name__:
-        return f"{_name(given)} keeps state" if kind.__name__ in _KEEPING else None
-    return f"{_name(given)} may keep state; give it the attribute keeps_state = False if it keeps none"
+        return f"{name} keeps state" if kind.__name__ in _KEEPING else None
+    return f"{name} may keep state; give it the attribute keeps_state = False if it keeps none"
 
 
-def _of_criterion(given: Any, request: Request) -> str | None:
+def _of_criterion(given: Any, name: str, request: Request) -> str | None:
     kind = type(given)
+    if isinstance(declared := getattr(given, "keeps_state", None), bool):
+        return f"{name} keeps state" if declared else None
     known = kind.__module__ == stopping_criteria.__name__
     if known and kind.__name__ != _OF_SCORES:
         return None
     if request.config.output_scores and request.config.return_dict_in_generate:
-        return f"{_name(given)} may read the scores that output_scores=True asks for"
+        return f"{name} may read the scores that output_scores=True asks for"
     if len(request.input_ids) > 1 and not known:
-        return f"{_name(given)} may look at all sequences of the batch"
+        return f"{name} may look at all sequences of the batch"
     return None
 
 
