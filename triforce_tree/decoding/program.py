@@ -50,6 +50,8 @@ _MOST_PREPARED = 16
 # The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
 # for the plain pass and for chains, and the layers are compiled already.
 _SHARE = 0.5
+# Tokens of a pass up to which on a GPU further ones cost next to nothing.
+_FEW_TOKENS = 64
 # The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
 # have those of a shape that no program has had yet.
 _longest: dict[torch.device, float] = {}
@@ -438,8 +440,15 @@ class DecodingProgram:
                 self.prepare_shape(number)
 
     def allows(self, number: int) -> bool:
-        """Returns whether passes may use trees of a shape."""
-        return number == 0 or self.batch <= most_sequences(self.shapes[number])
+        """Returns whether passes may use trees of a shape. On a GPU they need no chain of matched tokens
+        where a longer one costs the same.
+        """
+        shape = self.shapes[number]
+        longer = shape.matched and any(
+            other.matched and other.depth > shape.depth and other.nodes * self.batch <= _FEW_TOKENS
+            for other in self.shapes
+        )
+        return number == 0 or (self.batch <= most_sequences(shape) and not (longer and self.makes_slowly))
 
     def held_back(self) -> dict[int, float]:
         """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of

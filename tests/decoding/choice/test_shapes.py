@@ -66,6 +66,23 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_costs, "by_shape", lambda program, _: [costs] * len(program.shapes))
 
 
+@pytest.mark.parametrize(
+    ("batch", "slowly", "allowed"),
+    [
+        (1, False, [True, True, True, True]),
+        (2, True, [True, False, False, True]),
+        (4, True, [True, False, True, True]),
+        (16, True, [True, True, True, True]),
+        (17, True, [True, True, True, False]),
+        (65, False, [True, True, False, False]),
+    ],
+)
+def test_a_batch_has_the_shapes_that_may_pay(batch: int, slowly: bool, allowed: list[bool]) -> None:
+    program = shaped(2, batch, tree="chain:2", other_trees=("lookup:3", "lookup:15", "lookup:31"))
+    program.makes_slowly = slowly
+    assert [program.allows(number) for number in range(4)] == allowed
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_trees_may_change_with_every_pass(levels: int, family: str) -> None:
