@@ -23,7 +23,7 @@ from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_layout import Workload
-from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes, activations, workspace
 from triforce_tree.planning.memory_plan import plan
 from triforce_tree.trees.device_shapes import pass_limits
 from triforce_tree.verify.seeded import Seeded
@@ -163,3 +163,23 @@ def test_each_shape_of_tree_has_buffers_of_its_own() -> None:
     assert chain - alone > BATCH * 4 * 8 * sizes.vocabulary * 4
     assert bytes_of(other_trees="chain:3 chain:2") > chain
     assert bytes_of(1, other_trees="chain:3") == bytes_of(1)
+
+
+def test_a_shape_takes_memory_for_the_sequences_that_may_take_it() -> None:
+    """Passes of more than 16 sequences verify no 31 matched tokens."""
+    sizes = Sizes(0, 0, 2, 4, 2, 8, 32, 64, vocabulary=1000)
+    short, both = (
+        HierarchyConfig.from_options(tree="best-first:4,4,4,4,4,4,4,3", other_trees=others)
+        for others in ("lookup:7", "lookup:7 lookup:31")
+    )
+
+    def added(batch: int) -> int:
+        return workspace(sizes, both, 2, batch) - workspace(sizes, short, 2, batch)
+
+    of_one = 32 * (32 * sizes.vocabulary + 4 * activations(sizes))
+    assert pass_limits(both, 2).nodes == pass_limits(short, 2).nodes == 32
+    # Proposals of 31 tokens are longer than the tree, whose noise they share.
+    deeper = added(2) - added(1) - of_one
+    assert deeper > 0
+    for batch, taking in ((1, 1), (16, 16), (17, 16), (32, 16)):
+        assert added(batch) == batch * deeper + taking * of_one
