@@ -158,7 +158,9 @@ class SuffixIndex:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._text = list(tokens)
-        self._ngrams = [_NGrams(length, tokens) for length in LENGTHS]
+        # The last n-gram is left out: it is no earlier occurrence of itself.
+        before = np.asarray(tokens[:-1], dtype=np.uint64)
+        self._ngrams = [_NGrams(length, before) for length in LENGTHS]
 
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether the indexed text is not empty and is a prefix of ``tokens``."""
@@ -203,14 +205,13 @@ class _NGrams:
 
     Args:
         length: n.
-        tokens: the initial text.
+        tokens: uint64 ``[L]``, of the initial text.
     """
 
-    def __init__(self, length: int, tokens: Sequence[int]) -> None:
+    def __init__(self, length: int, tokens: np.ndarray) -> None:
         self.length = length
         self._later: dict[tuple[int, ...], int] = {}
-        # The last n-gram is left out: it is no earlier occurrence of itself.
-        hashes = _hashes(np.asarray(tokens[:-1], dtype=np.uint64), length)
+        hashes = _hashes(tokens, length)
         order = np.argsort(hashes, kind="stable")
         # Their elements are read one by one, which takes longer in arrays.
         self._sorted, self._ends = hashes[order].data, (order + length).data
