@@ -193,12 +193,8 @@ class Grammars:
             )
         xgrammar, ends = _xgrammar(), frozenset(end_tokens)
         with self._lock:
-            if not self._compilers:
-                encode = lru_cache(_KEPT_TEXTS)(partial(_encoded, self._tokenizer))
-                count = len({*self._tokenizer.get_vocab().values()} - _special(self._tokenizer))
-                self._tools = _Tools(xgrammar.BatchGrammarMatcher(), encode, count)
             if ends not in self._compilers:
-                self._compilers[ends] = self._new_compiler(xgrammar, self._tokenizer, sorted(ends))
+                self._add_compiler(xgrammar, self._tokenizer, ends)
         try:
             return _compiled(self._compilers[ends], grammar)
         except RuntimeError as error:
@@ -206,7 +202,10 @@ class Grammars:
                 f"grammar={shortened(grammar)} cannot be compiled: {_PLACE.sub('', str(error)).strip()}"
             ) from error
 
-    def _new_compiler(self, xgrammar: Any, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Any:
+    def _add_compiler(
+        self, xgrammar: Any, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int]
+    ) -> None:
+        ends = sorted(end_tokens)
         read = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
         )
@@ -216,7 +215,7 @@ class Grammars:
         # where many ids have no token.
         byte = _NO_TEXT[read.vocab_type.name]
         names: list[str | bytes] = [byte] * self._vocabulary
-        special = _special(tokenizer)
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         for name, id in tokenizer.get_vocab().items():
             if id < self._vocabulary:
                 names[id] = byte if id in special else name
@@ -224,11 +223,10 @@ class Grammars:
             names, read.vocab_type, vocab_size=self._vocabulary, stop_token_ids=ends,
             add_prefix_space=read.add_prefix_space,
         )  # fmt: skip
-        return xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        if not self._compilers:
+            encode = lru_cache(_KEPT_TEXTS)(partial(_encoded, tokenizer))
+            self._tools = _Tools(xgrammar.BatchGrammarMatcher(), encode, len(names) - names.count(byte))
+        self._compilers[end_tokens] = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
