@@ -40,11 +40,13 @@ def why_in_step(request: Request) -> str | None:
 def _reasons(request: Request) -> Iterator[str | None]:
     for given in _each(request.processors):
         if type(given) is PrefixConstrainedLogitsProcessor:
-            yield _of_processor(given._prefix_allowed_tokens_fn, "prefix_allowed_tokens_fn")
+            own, name = given._prefix_allowed_tokens_fn, "prefix_allowed_tokens_fn"
         else:
-            yield _of_processor(given, _name(given))
+            own, name = given, _name(given)
+        yield _declared(own, name, _of_processor(own, name))
     for given in _each(request.criteria):
-        yield _of_criterion(given, _name(given), request)
+        name = _name(given)
+        yield _declared(given, name, _of_criterion(given, name, request))
 
 
 def _each(given: Iterable[Any]) -> Iterator[Any]:
@@ -55,10 +57,16 @@ def _each(given: Iterable[Any]) -> Iterator[Any]:
             yield each
 
 
+def _declared(given: Any, name: str, otherwise: str | None) -> str | None:
+    """Returns the reason by the attribute ``keeps_state``, or ``otherwise`` without it."""
+    declared = getattr(given, "keeps_state", None)
+    if not isinstance(declared, bool):
+        return otherwise
+    return f"{name} keeps state" if declared else None
+
+
 def _of_processor(given: Any, name: str) -> str | None:
     kind = type(given)
-    if isinstance(declared := getattr(given, "keeps_state", None), bool):
-        return f"{name} keeps state" if declared else None
     if kind.__module__ == logits_process.__name__:
         return f"{name} keeps state" if kind.__name__ in _KEEPING else None
     return f"{name} may keep state; give it the attribute keeps_state = False if it keeps none"
@@ -66,8 +74,6 @@ def _of_processor(given: Any, name: str) -> str | None:
 
 def _of_criterion(given: Any, name: str, request: Request) -> str | None:
     kind = type(given)
-    if isinstance(declared := getattr(given, "keeps_state", None), bool):
-        return f"{name} keeps state" if declared else None
     known = kind.__module__ == stopping_criteria.__name__
     if known and kind.__name__ != _OF_SCORES:
         return None
