@@ -225,7 +225,9 @@ class Grammars:
         )  # fmt: skip
         if not self._compilers:
             encode = lru_cache(_KEPT_TEXTS)(partial(_encoded, tokenizer))
-            self._tools = _Tools(xgrammar.BatchGrammarMatcher(), encode, len(names) - names.count(byte))
+            # A mask takes a few microseconds, and starting threads in each call about a millisecond.
+            filler = xgrammar.BatchGrammarMatcher(max_threads=1)
+            self._tools = _Tools(filler, encode, len(names) - names.count(byte))
         self._compilers[end_tokens] = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
 
 
