@@ -12,9 +12,9 @@ AUTO = {**SMALL, "levels": "auto"}
 PROMPT = prompt_of(48)
 
 
-def names(engine: Engine, new: int = 3) -> list[str]:
-    out = engine.generate(PROMPT, max_new_tokens=new, do_sample=False, eos_token_id=None)
-    assert out.sequences[0, 48:].tolist() == reference(engine.target.model, PROMPT, new)
+def names(engine: Engine, new: int = 3, prompt: list[int] = PROMPT) -> list[str]:
+    out = engine.generate(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    assert out.sequences[0, len(prompt) :].tolist() == reference(engine.target.model, prompt, new)
     return [level.name for level in out.levels]
 
 
@@ -25,6 +25,17 @@ def test_auto_takes_three_levels_where_some_layer_sees_the_whole_prompt(family: 
         "retrieval",
         "target",
     ]
+
+
+def test_a_short_prompt_takes_the_buffers_of_a_long_one() -> None:
+    """Others would be captured for seconds on a GPU, and hold less of a conversation that grows."""
+    options = load_arguments({**AUTO, "rounds": None})
+    engine = load(model("llama-gqa"), draft_of("llama-gqa"), **options)
+    assert len(names(engine)) == 3
+    held = engine.last_program
+    assert len(names(engine, 8, prompt_of(12))) == 3
+    assert engine.last_program is held
+    assert len(names(engine.with_options(levels=2), 8, prompt_of(12))) == 2, "as the user wants"
 
 
 @pytest.mark.parametrize("draft", [True, False])

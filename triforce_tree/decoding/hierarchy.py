@@ -450,7 +450,9 @@ class Hierarchy:
             # A drafter that the user gave is bound to one program at a time.
             bound = self.own_drafter is None or last.drafter is None or self._bound[0]() is last
             usable = bound and not last.cache.closed and last.cache.fits(max_seq_len, pool)
-            if usable and self._serves == serves:
+            # A program with level 1 may choose two levels before each pass, as short prompts need.
+            deeper = serves._replace(levels=3, few_bits=self._serves.few_bits) if self._serves else None
+            if usable and (self._serves == serves or (self._serves == deeper and last.two_levels)):
                 if pool is not None:
                     last.cache.backend.share(pool)
                 return last
