@@ -120,12 +120,13 @@ def turn(
     Args:
         before: the tokens after the conversation's last turn.
         own: whether the buffers hold exactly ``before``, which ``tokens`` continues, so that the forwards
-            over the new tokens can be timed.
+            over the new tokens can be timed where the buffers have room for them.
     """
     # The last token of a prompt or a reply is not computed before a pass.
     held = common_prefix(tokens[:-1], before[:-1])
     row: Record = {"prompt_tokens": len(tokens), "new_tokens": len(tokens) - 1 - held}
-    if own and held:
+    program = engine.last_program
+    if own and held and program is not None and program.cache.fits(len(tokens)):
         row["own_prefill_seconds"] = own_prefill_seconds(engine, tokens, held)
     streamer, how = FirstToken(), {"do_sample": False, "max_new_tokens": reply, "eos_token_id": []}
     synchronize(engine.target.device)
@@ -172,15 +173,19 @@ def conversation(
     engine.release()
 
 
-def measured(engine: Engine, turns: Turns, other: Turns, reply: int, recorded: bool) -> list[Record]:
-    """Returns the rows of a conversation alone and beside another one, with plain decoding's beside them.
+def measured(
+    engine: Engine, turns: Turns, other: Turns, reply: int, recorded: bool
+) -> Iterator[list[Record]]:
+    """Yields the rows of a conversation alone, then those of one beside another, each row with what plain
+    decoding took.
 
     Args:
         turns, other, recorded: see :func:`conversation`.
     """
     plain, firsts = engine.with_options(levels=1), itertools.count(1)
-    rows, own_seconds = list[Record](), dict[int, float | None]()
+    own_seconds = dict[int, float | None]()
     for case, beside in ((ALONE, []), (BESIDE, other)):
+        rows = list[Record]()
         both = [
             conversation(own, (next(firsts), next(firsts)), turns, beside, reply, recorded)
             for own in (engine, plain)
@@ -195,7 +200,7 @@ def measured(engine: Engine, turns: Turns, other: Turns, reply: int, recorded: b
                 "plain_reused_tokens": slow["reused_tokens"], "plain_ms_per_token": slow["ms_per_token"],
                 "speedup": slow["ms_per_token"] / row["ms_per_token"],
             })  # fmt: skip
-    return rows
+        yield rows
 
 
 def summary(rows: list[Record]) -> list[Record]:
@@ -290,11 +295,12 @@ def main(words: Sequence[str]) -> int:
     rows, every = ([row for row in kept.get(name, []) if row["part"] != part] for name in ("rows", "turns"))
     for kind, make in kinds.items():
         engine = make()
-        found = measured(engine, *both, reply, args.trace is not None)
-        rows += [{"part": part, "kind": kind, **row} for row in summary(found)]
-        every += [{"part": part, "kind": kind, **row} for row in found]
-        print(*rows[-2 * len(THIRDS) :], sep="\n", flush=True)
-        write(path, {"parts": parts, "rows": rows, "turns": every})
+        for found in measured(engine, *both, reply, args.trace is not None):
+            thirds = summary(found)
+            rows += [{"part": part, "kind": kind, **row} for row in thirds]
+            every += [{"part": part, "kind": kind, **row} for row in found]
+            print(*thirds, sep="\n", flush=True)
+            write(path, {"parts": parts, "rows": rows, "turns": every})
         engine.close()
         del engine
         free_memory()
