@@ -17,6 +17,8 @@ from triforce_tree.trees.device_shapes import pass_limits
 _MOST_ALONE = 8
 # Stages of several kinds of sampling, and for fewer places, take so many times the memory of one kind.
 _WORKSPACES = 3
+# A pool that does not fit is made smaller by this factor, again and again.
+_SMALLER = 7 / 8
 
 
 def sizes_of(most: int) -> list[int]:
@@ -167,7 +169,7 @@ class BatchPool:
         while slots := self.slots:
             if (found := fits(slots, wanted)) >= wanted:
                 return most
-            self._part /= 2
+            self._part *= _SMALLER
             if self.slots == slots:
                 # The part cannot become smaller.
                 if found >= fits(0, wanted):

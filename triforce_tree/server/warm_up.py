@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from triforce_tree.bench.texts import pydoc_text, surrounding
 from triforce_tree.engine import Engine
+from triforce_tree.planning.batch_size import free_bytes
+from triforce_tree.planning.memory_layout import gib
 from triforce_tree.requests.batch_pool import sizes_of
-from triforce_tree.runtime.progress_log import logged
+from triforce_tree.runtime.progress_log import LOG, logged
 from triforce_tree.server.protocol import request_of
 from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
 
@@ -80,6 +82,12 @@ def warm_up(
     said(step)
     with logged(step), engine.generation():
         engine.target.capture_chunks()
+    program, device = engine.last_program, engine.target.device
+    if device.type == "cuda" and program is not None and (slots := program.cache.backend.pool_slots):
+        LOG.info(
+            "there is room for keys and values of %s tokens in up to %d texts at a time; %s of GPU memory "
+            "are free", f"{slots:,}", scheduler.batch, gib(free_bytes(device)),
+        )  # fmt: skip
 
 
 def _decoded(
