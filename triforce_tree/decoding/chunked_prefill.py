@@ -11,6 +11,7 @@ from typing import NamedTuple
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.prefill import forward_end
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stage_clock import Mark
 from triforce_tree.runtime.stats import Progress
@@ -19,6 +20,8 @@ from triforce_tree.runtime.stats import Progress
 _PAUSE = 0.1
 # The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
 _TURN = 4
+# Chunks that begin at positions with the same multiple of this take about as long for each token.
+_ALIKE = 4096
 
 
 @dataclass
@@ -43,9 +46,14 @@ class _Prompt:
 
 
 class _Chunk(NamedTuple):
-    """A chunk that the device computes, between two marks."""
+    """A chunk that the device computes, between two marks.
+
+    Attributes:
+        position: where in the text it begins.
+    """
 
     sequence: Sequence
+    position: int
     tokens: int
     start: Mark
     stop: Mark
@@ -67,9 +75,10 @@ class ChunkedPrefill:
         self._prompts: dict[int, _Prompt] = {}
         # Batch indices whose state on the device is not that of their text.
         self._stale: set[int] = set()
-        # Chunks that are not known to be complete, and the seconds per token of the last one that is.
+        # Chunks that are not known to be complete; and of those that are, the seconds per token of the last
+        # one at each position // _ALIKE, since a token attends to all before it.
         self._begun: deque[_Chunk] = deque()
-        self._seconds_per_token: float | None = None
+        self._seconds_per_token: dict[int, float] = {}
         # Whether chunks have begun while the last pass was computed, and why they could not.
         self._ahead = False
         self._problem: Exception | None = None
@@ -161,34 +170,42 @@ class ChunkedPrefill:
     def _begin_chunks(self, program: DecodingProgram) -> None:
         seconds = 0.0
         while indices := [index for index in self.running if not self._prompts[index].complete]:
+            turn = (self._chunks + 1) % _TURN
+            index = min(indices, key=lambda each: self._prompts[each].left) if turn else indices[0]
+            prompt = self._prompts[index]
+            sequence, position = prompt.sequence, prompt.held
+            stop = forward_end(position, len(sequence.tokens) - 1, program.cache.backend.chunk)
+            longer = seconds + self._expected(position, stop - position) > _PAUSE
+            # All ranks stop before the same chunk.
+            if seconds and distributed.broadcast_object(longer):
+                break
             # One chunk may wait for the one that the device computes.
             self.settle(1)
             self._chunks += 1
-            index = indices[0]
-            if self._chunks % _TURN:
-                index = min(indices, key=lambda each: self._prompts[each].left)
-            sequence, start = self._prompts[index].sequence, Mark(program.device)
-            before = sequence.computed
+            start, before = Mark(program.device), sequence.computed
             self._prefill_chunk(program, index)
             tokens = sequence.computed - before
-            self._begun.append(_Chunk(sequence, tokens, start, Mark(program.device)))
+            self._begun.append(_Chunk(sequence, position, tokens, start, Mark(program.device)))
             self.settle(2)
-            # The first chunks of all are measured before others follow them.
-            last = math.inf if self._seconds_per_token is None else tokens * self._seconds_per_token
-            seconds += last
-            # All ranks stop after the same chunk.
-            if distributed.broadcast_object(seconds + last > _PAUSE):
-                break
+            seconds += self._expected(position, tokens)
 
     def settle(self, most: int = 0) -> None:
         """Notes how long the chunks took that are complete, and waits until at most ``most`` are not."""
         while self._begun and (len(self._begun) > most or self._begun[0].stop.reached):
-            sequence, tokens, start, stop = self._begun.popleft()
+            sequence, position, tokens, start, stop = self._begun.popleft()
             stop.wait()
             seconds = stop.since(start)
             sequence.prefill_seconds += seconds
             if tokens:
-                self._seconds_per_token = seconds / tokens
+                self._seconds_per_token[position // _ALIKE] = seconds / tokens
+
+    def _expected(self, position: int, tokens: int) -> float:
+        """Returns the seconds of a chunk by the last one near its position. The first chunks of all are
+        measured before others follow them.
+        """
+        if not (known := self._seconds_per_token):
+            return math.inf
+        return tokens * known[min(known, key=lambda each: abs(each - position // _ALIKE))]
 
     def rest(self, program: DecodingProgram, texts: Callable[[], Sequences[list[int]]]) -> None:
         """Lets passes of the others run: each stale sequence gets a state that they leave as it is.

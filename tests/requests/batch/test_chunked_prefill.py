@@ -1,9 +1,11 @@
 """Prompts that join a batch are prefilled in chunks between the passes of the sequences that run."""
 
+import time
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.requests.joining import Joined
+from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.streamers import TokenStreamer
 
 # Most chunks between two passes: each takes 1/64 s of the tests' clock.
@@ -156,3 +158,49 @@ def test_keys_and_values_are_those_of_a_prefill_without_passes_between() -> None
         rows = program.store.slots_of([page for block in blocks for page in block.pages])
         slots.append([layer[:, rows] for layer in program.store.stored])
     assert all(torch.equal(a, b) for a, b in zip(*slots, strict=True))
+
+
+class Later(Coming):
+    """Prompts of which all but the first come once ``begins`` is true."""
+
+    def __init__(self, waiting: list[Joined], rows: int, begins: Callable[[], bool]) -> None:
+        super().__init__(waiting, rows)
+        self.all, self.begins = len(waiting), begins
+
+    def next(self, fits: Fits) -> Joined | None:
+        return super().next(fits) if len(self.waiting) == self.all or self.begins() else None
+
+
+def test_the_time_of_a_chunk_is_foreseen_by_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk far into a long prompt takes longer than the last one, at the beginning of another prompt."""
+    monkeypatch.setattr("triforce_tree.decoding.chunked_prefill._ALIKE", CHUNK)
+    target, events = tiny("llama-gqa"), list[str]()
+    # Arrays of numpy are no state of a hook, whose changes would keep prompts from joining.
+    far, more = np.zeros(1, dtype=int), AT_ONCE - 2
+
+    def slower(_: Any, args: Any, given: dict[str, Any]) -> None:
+        positions = given["position_ids"]
+        if positions.shape[1] > 1 and positions.max() >= 160:
+            far[0] += 1
+            for _ in range(more):
+                time.perf_counter()
+
+    def progress(tokens: int) -> None:
+        if tokens <= CHUNK:
+            events.append("far" if far[0] > events.count("far") else "near")
+
+    target.model.register_forward_pre_hook(slower, with_kwargs=True)
+    engine = triforce_tree.load(target, levels=1, **load_arguments(CHUNKED))
+    others = [Joined([n, *prompt_of(40)[n:]], 4) for n in range(1, 4)]
+    coming = Later([Joined(LONG, 4), *others], 3, lambda: far[0] >= 2)
+    engine.generate(
+        [SHORT], max_new_tokens=80, do_sample=False, joining=coming, max_batch=coming.rows,
+        streamer=[Told("running", events)], progress=progress,
+    )  # fmt: skip
+    assert far[0] == events.count("far") == 9
+    joined = events[events.index("running") :]
+    runs = [[*run] for chunks, run in groupby(joined, lambda event: event != "running") if chunks]
+    # The first slow chunk is not foreseen. Slow chunks take AT_ONCE - 1 readings of the clock, others one.
+    first = next(number for number, run in enumerate(runs) if "far" in run)
+    taken = [len(run) + more * run.count("far") for run in runs[first + 1 :]]
+    assert max(taken) == AT_ONCE, "chunks that are foreseen to fit do follow"
