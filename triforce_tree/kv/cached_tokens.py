@@ -131,7 +131,8 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -
     count = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     # Whole blocks are compared at once: a kept prefix may have 100,000 tokens.
     for start in range(0, count, _BLOCK):
-        one, other = (text[start : min(start + _BLOCK, count)] for text in (a, b))
-        if list(one) != list(other):
+        parts = (text[start : min(start + _BLOCK, count)] for text in (a, b))
+        one, other = (part if isinstance(part, list) else list(part) for part in parts)
+        if one != other:
             return start + next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
     return count
