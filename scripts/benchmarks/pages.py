@@ -58,6 +58,7 @@ PAGES = {
     "requests.md": Page("Whole requests and sessions", "../sessions.md", (
         Section("Requests on a CPU", "requests_cpu"),
         Section("A conversation of many turns", "conversation_cpu"),
+        Section("A conversation of many turns on a GPU", "conversation_h200"),
         Section(
             "Turns of a coding agent", "conversation_agent_cpu",
             "The prompt of each turn is the recorded history: the engine prefills what the agent and its "
@@ -72,7 +73,7 @@ PAGES = {
             "Many clients of a server", "serving",
             "Times are those that clients see: from a request to its first text, from there to its last one "
             "by token, and between two pieces of text. vLLM 0.25.1 ran with n-grams of 2 to 4 tokens that "
-            "propose 5, on the same card in the same run as ours, and without drafts on another H200.",
+            "propose 5, on the same card right after ours, and without drafts on another H200.",
         ),
     )),
     "peers.md": Page("Other engines on the same model", "../cpu.md#beside-other-engines", (

@@ -86,7 +86,7 @@ _CONVERSATION_NOTE = (
     "{versions[torch]}; medians over the turns of each third (the speed-up: of each turn's own "
     "ratio), sums of new and computed tokens. "
 )
-_CPU = CONVERSATION.format(machine="cpu")
+_CPU, _GPU = (CONVERSATION.format(machine=machine) for machine in ("cpu", "h200"))
 _AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the trace's own history")
 
 
@@ -120,12 +120,17 @@ def plot_turns(axis: Any, rows: list[Record]) -> None:
 
 
 PLOTS = {"conversation_cpu": (_CPU, lambda c: agent_rows(c, "turns"), (8, 3.5, 0), plot_turns)}
-TABLES = {
-    "conversation_cpu": Table(
-        _CPU,
-        listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, _CPU), left=3),
+_QUESTIONS = {
+    file: Table(
+        file,
+        listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, file), left=3),
         "python -m scripts.benchmarks conversation",
-    ),
+    )
+    for file in (_CPU, _GPU)
+}
+TABLES = {
+    "conversation_cpu": _QUESTIONS[_CPU],
+    "conversation_h200": _QUESTIONS[_GPU],
     "conversation_agent_cpu": Table(
         _CPU,
         listing(_AGENT, agent_rows, noted(_AGENT_NOTE, _CPU), left=4),
