@@ -39,6 +39,24 @@ def test_the_text_is_that_of_plain_decoding_under_the_same_masks(engine: Engine)
     assert out.sequences.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("speculation", [None, "off"])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_grammar_decides_where_options_forbid_all_that_it_allows(
+    engine: Engine, temperature: float, speculation: str | None
+) -> None:
+    words = [engine.tokenizer.encode(text) for text in ("y", "ye", "yes")]
+    out = engine.generate(
+        ["Is it so? ", "The module", "Is it so? "], max_new_tokens=24, temperature=temperature, seed=[3] * 3,
+        grammar=[Choice(["yes", "no"]), None, Choice(["yes"])], min_new_tokens=[12, None, None],
+        bad_words_ids=[None, None, words], speculation=speculation,
+    )  # fmt: skip
+    assert out.text[0] in ("yes", "no")
+    assert out.text[2] == "yes"
+    assert [out.finish_reason[0], out.finish_reason[2]] == ["eos"] * 2
+    alone = engine.generate("The module", max_new_tokens=24, temperature=temperature, seed=[3])
+    assert out.text[1] == alone.text
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_batch_of_different_grammars(engine: Engine, temperature: float) -> None:
     grammars = [

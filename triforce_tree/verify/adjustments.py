@@ -26,13 +26,16 @@ class Adjustments:
         batch: B.
         vocabulary: V.
         device: device of the scores.
+        masked: whether a grammar may have forbidden tokens before.
     """
 
-    def __init__(self, kind: SamplingKind, batch: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, kind: SamplingKind, batch: int, vocabulary: int, device: torch.device, masked: bool = False
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
-        self._kind = kind
+        self._kind, self._masked = kind, masked
         if kind.biased or kind.words[0]:
             self._bias, self._stops = zeros(vocabulary), zeros(vocabulary, dtype=torch.bool)
             self._least_tokens = zeros(dtype=torch.int64)
@@ -94,7 +97,13 @@ class Adjustments:
         """Returns the adjusted scores, fp32 ``[B, F, V]``, of the nodes at the ends of ``paths``."""
         kind = self._kind
         if kind.biased or kind.words[0]:
-            scores = scores + self._biases(scores, paths)
+            biased = scores + self._biases(scores, paths)
+            if self._masked:
+                # Where the options forbid all that a grammar allows, as the end of its text, the grammar
+                # decides: softmax of a row without a token would be NaN.
+                empty = biased.amax(-1, keepdim=True) == -torch.inf
+                biased = torch.where(empty, scores, biased)
+            scores = biased
         if kind.penalized:
             tokens, used = paths.uncommitted()
             counts = self._counts[:, None].expand_as(scores)

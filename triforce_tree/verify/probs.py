@@ -60,7 +60,8 @@ class DeviceProbs:
         self.temperature, self.greedy_rows, *self._truncation = self._packed.tensors
         self._set(slice(None), SamplingOptions(), False)
         self._greedy_indices: set[int] = set()
-        self._adjust = Adjustments(self.kind, batch, vocabulary, device) if self.kind.adjusts else None
+        sizes = batch, vocabulary, device
+        self._adjust = Adjustments(self.kind, *sizes, self.masked) if self.kind.adjusts else None
 
     def begin(self, index: int, settings: ProbsFromLogits, tokens: Sequence[int] = ()) -> None:
         """Sets the options of the sequence at a batch index; the kind of ``settings`` must be served.
