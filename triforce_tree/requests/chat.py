@@ -283,14 +283,18 @@ def _check_message(message: Any, number: int) -> None:
 
 
 def _check_calls(message: Message, number: int) -> None:
+    if not isinstance(message.get("tool_call_id"), str | None):
+        raise PromptError(f"tool_call_id of message {number} of a chat is no text; give that of the call")
     calls = message.get("tool_calls")
     if calls is None:
         return
     for call in calls if isinstance(calls, (list, tuple)) else [None]:
-        function = call.get("function") if isinstance(call, Mapping) else None
+        own = call if isinstance(call, Mapping) else {}
+        function = own.get("function")
         known = function if isinstance(function, Mapping) else {}
         arguments = known.get("arguments")
-        if not isinstance(known.get("name"), str) or not isinstance(arguments, str | Mapping | None):
+        wrong = not isinstance(known.get("name"), str) or not isinstance(arguments, str | Mapping | None)
+        if wrong or not isinstance(own.get("id"), str | None):
             raise PromptError(
                 f"message {number} of a chat has wrong tool_calls; give a list as "
                 '[{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}]'

@@ -80,8 +80,16 @@ def test_developers_and_tools_are_shown(tokenizer: PreTrainedTokenizerBase) -> N
 
 @pytest.mark.parametrize(
     "calls",
-    ["a", [1], [{"id": "a"}], [{"function": {"name": 1}}], [{"function": {"name": "a", "arguments": 1}}]],
-)
+    [
+        "a", [1], [{"id": "a"}], [{"function": {"name": 1}}], [{"function": {"name": "a", "arguments": 1}}],
+        [{"id": {}, "function": {"name": "a"}}],
+    ],
+)  # fmt: skip
 def test_wrong_calls_are_refused(calls: Any) -> None:
     with pytest.raises(PromptError, match="message 1 of a chat has wrong tool_calls"):
         check_chat([CHAT[1], {"role": "assistant", "tool_calls": calls}, CHAT[1]])
+
+
+def test_wrong_identifiers_of_results_are_refused() -> None:
+    with pytest.raises(PromptError, match="tool_call_id of message 3 of a chat is no text"):
+        check_chat([*CHAT[:3], {"role": "tool", "tool_call_id": ["a"], "content": "b"}])
