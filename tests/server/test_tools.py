@@ -445,6 +445,20 @@ def test_responses(own: openai.OpenAI, own_engine: Engine) -> None:
     assert events[-1].response.output_text == expected
 
 
+def test_fields_of_chats_are_refused_in_responses(own: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "n": 2, "logprobs": True, "top_logprobs": 2, "messages": USER, "max_tokens": 3,
+        "max_completion_tokens": 3, "response_format": {"type": "json_object"}, "verbosity": "medium",
+        "stream_options": {"include_levels": True},
+    }  # fmt: skip
+    for name, value in fields.items():
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not supported for responses"):
+            own.responses.create(model=NAME, input="a", extra_body={name: value})
+    nothing = {"n": 1, "top_logprobs": 0, "logprobs": False, "stop": ["\n"]}
+    made = own.responses.create(model=NAME, input="a", max_output_tokens=4, temperature=0, extra_body=nothing)
+    assert "\n" not in made.output_text
+
+
 def test_tools_in_responses(own: openai.OpenAI) -> None:
     tool = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
     items: list[Any] = [{"role": "user", "content": "What is the weather in Bonn?"}]

@@ -9,14 +9,22 @@ _SAME = frozenset(
     """
     chat_template_kwargs frequency_penalty logit_bias metadata min_p model parallel_tool_calls
     presence_penalty prompt_cache_key prompt_cache_retention repetition_penalty safety_identifier seed
-    service_tier stop store stream temperature top_k top_logprobs top_p user
+    service_tier stop store stream temperature top_k top_p user
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
 # Other fields are accepted with these values, which ask for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,), "include": ([],), "truncation": ("disabled",), "conversation": (),
-    "stream_options": ({"include_obfuscation": False},),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
+    "logprobs": (False,), "n": (1,), "top_logprobs": (0,),
 }  # fmt: skip
+# Fields of chats that responses do not have, or by another name.
+_OF_CHATS = frozenset(
+    """
+    logprobs max_completion_tokens max_tokens messages n reasoning_effort response_format stream_options
+    top_logprobs verbosity
+    """.split()  # noqa: SIM905 - a list would take a line for each name
+)
 # Fields of the request that the reply repeats.
 _ECHOED = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature",
@@ -65,9 +73,12 @@ def chat_of(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise wrong("reasoning", reasoning, 'must be an object, as {"effort": "low"}')
         chat["reasoning_effort"] = reasoning.get("effort")
     for name, value in given.items():
-        if not any(value == each for each in _NOTHING.get(name, ())):
-            # The field is refused by its name, as in a chat.
-            chat[name] = value
+        if any(value == each for each in _NOTHING.get(name, ())):
+            continue
+        if name in _OF_CHATS:
+            raise RefusedError(f"{name} is not supported for responses; leave it out", param=name)
+        # An unknown field is refused by its name, as in a chat.
+        chat[name] = value
     return chat, echoed
 
 
