@@ -445,6 +445,33 @@ def test_responses(own: openai.OpenAI, own_engine: Engine) -> None:
     assert events[-1].response.output_text == expected
 
 
+def test_items_of_streamed_and_whole_responses_are_alike(own: openai.OpenAI, own_engine: Engine) -> None:
+    tool = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+    forced = {"tools": [tool], "tool_choice": {"type": "function", "name": "weather"}}
+    end = {"logit_bias": {str(own_engine.tokenizer.eos_token_id): 100}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    cases: list[tuple[int, dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = [
+        (8, {}, {}, [("message", "incomplete")]),
+        (8, {}, end, [("message", "completed")]),
+        (8, {}, thinking, [("reasoning", "incomplete")]),
+        (30, forced, {}, [("function_call", "incomplete")]),
+        (200, forced, {}, [("function_call", "completed")]),
+    ]
+    for limit, fields, more, expected in cases:
+        given: dict[str, Any] = {
+            "model": NAME, "input": "Hello", "max_output_tokens": limit, "temperature": 0, **fields,
+            "extra_body": {**UNTHINKING, **more},
+        }  # fmt: skip
+        whole, events = own.responses.create(**given), list(own.responses.create(**given, stream=True))
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [(item.type, item.status) for item in whole.output] == expected
+        shown = [
+            [item.model_dump(exclude={"id", "call_id"}) for item in items]
+            for items in (whole.output, events[-1].response.output, done)
+        ]
+        assert shown[0] == shown[1] == shown[2]
+
+
 def test_fields_of_chats_are_refused_in_responses(own: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "n": 2, "logprobs": True, "top_logprobs": 2, "messages": USER, "max_tokens": 3,

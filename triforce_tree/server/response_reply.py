@@ -46,13 +46,9 @@ class ResponseReply:
     def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
         [sequence] = sequences
         assert sequence.stream is not None
-        message = self._message
-        message.put_whole(sequence.stream.text)
-        self._output = [
-            *([_reasoning(message.reasoning)] if message.reasoning else ()),
-            *([_text(message.content)] if message.content or not message.calls else ()),
-            *map(_call, message.calls),
-        ]
+        # The items are those of the events of a stream, which are not sent.
+        for _ in self._rest(self._message.put_whole(sequence.stream.text), sequence):
+            pass
         return self._ended(sequences)
 
     def begin(self, texts: int) -> list[dict[str, Any]]:
@@ -64,7 +60,7 @@ class ResponseReply:
         return list(self._written(self._message.put(piece.text)))
 
     def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
-        return [*self._written(self._message.end()), *self._closed()]
+        return list(self._rest(self._message.end(), sequence))
 
     def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
         body = self._ended(sequences)
@@ -80,7 +76,7 @@ class ResponseReply:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _ended(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        cut = reason(sequences[0]) == "length"
+        cut = _cut(sequences[0])
         counts = usage(sequences, [self._message])
         return {
             **self._head, "status": "incomplete" if cut else "completed", "output": self._output,
@@ -95,6 +91,15 @@ class ResponseReply:
                 "total_tokens": counts["total_tokens"],
             },
         }  # fmt: skip
+
+    def _rest(self, deltas: list[Delta], sequence: ServedText) -> Iterator[dict[str, Any]]:
+        """Yields the events of the last additions to the message, and of its end."""
+        yield from self._written(deltas)
+        if self._open is None and not self._output:
+            yield from self._opened(_text(""))
+        if self._open is not None and _cut(sequence):
+            self._open["status"] = "incomplete"
+        yield from self._closed()
 
     def _written(self, deltas: list[Delta]) -> Iterator[dict[str, Any]]:
         """Yields the events of what is added to the message."""
@@ -162,6 +167,10 @@ class ResponseReply:
         more: dict[str, Any] = {"logprobs": []} if kind.startswith("response.output_text") else {}
         place = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
         return self._event(kind, **place, **fields, **more)
+
+
+def _cut(sequence: ServedText) -> bool:
+    return reason(sequence) == "length"
 
 
 def _new_id(kind: str) -> str:

@@ -5,6 +5,7 @@ import string
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from triforce_tree.server.tools.formats import Parsing
@@ -85,11 +86,10 @@ class Message:
         """Returns the rest after the last piece."""
         return self._added(self._parser.end())
 
-    def put_whole(self, text: str) -> None:
-        """Adds a whole text."""
-        for start in range(0, len(text), _PIECE):
-            self.put(text[start : start + _PIECE])
-        self.end()
+    def put_whole(self, text: str) -> list[Delta]:
+        """Returns what a whole text adds."""
+        starts = range(0, len(text), _PIECE)
+        return [*chain.from_iterable(self.put(text[at : at + _PIECE]) for at in starts), *self.end()]
 
     def _added(self, parts: list[Part]) -> list[Delta]:
         deltas: list[Delta] = []
