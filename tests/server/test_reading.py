@@ -78,6 +78,14 @@ def test_log_probabilities_of_chats_are_a_switch_and_of_completions_a_number(rea
     assert read(reader, False, logprobs=0).asked.alternatives == 0
 
 
+def test_bad_words_of_blanks_have_tokens(reader: Reader, engine: Engine) -> None:
+    for word in (" ", "\n", "\n\n"):
+        ids = tuple(engine.tokenizer.encode(word, add_special_tokens=False))
+        assert ids in read(reader, False, bad_words=[word]).asked.bad_word_ids
+    of_text = [read(reader, False, bad_words=[word]).asked.bad_word_ids for word in ("the", " the")]
+    assert of_text[0] == of_text[1]
+
+
 NOTHING: dict[str, Any] = {
     "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "suffix": "",
     "tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"},

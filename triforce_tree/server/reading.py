@@ -208,9 +208,10 @@ class Reader:
         """Returns the tokens of words, at the beginning of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
+            # Blanks before a word do not count, but a word may consist of blanks.
+            bare = word.lstrip() or word
             first, after = (
-                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
-                for prefix in ("", " ")
+                tuple(self._tokenizer.encode(prefix + bare, add_special_tokens=False)) for prefix in ("", " ")
             )
             found[first] = None
             # Some tokenizers write the space as a token of its own, and others ignore it.
