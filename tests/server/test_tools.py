@@ -108,6 +108,16 @@ def test_forced_calls_are_calls(own: openai.OpenAI, choice: Any) -> None:
     assert call.id.startswith("call_")
 
 
+def test_a_forced_call_of_a_tool_without_parameters_has_none(own: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    for seed in range(3):
+        [made] = chat(
+            own, tools=[tool], tool_choice="required", parallel_tool_calls=False, temperature=1, seed=seed
+        ).choices
+        [call] = made.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+
+
 def test_streamed_calls_are_those_of_whole_replies(own: openai.OpenAI) -> None:
     given: dict[str, Any] = {
         "tools": [WEATHER, TIME],

@@ -15,6 +15,8 @@ from triforce_tree.server.tools.calls import Schema, Shape, Tools, constant, jso
 _MOST_CHARACTERS, _MOST_NESTED, _MOST_TOOLS = 262_144, 64, 512
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _OBJECT: Schema = {"type": "object"}
+# The parameters of a tool that gives none, as OpenAI defines them.
+_NO_PARAMETERS: Schema = {"type": "object", "properties": {}}
 # Takes a field of a request by its name, or None.
 Take = Callable[[str], Any]
 
@@ -85,7 +87,7 @@ def offer(take: Take) -> Offer:
             raise RefusedError("tool_choice is given without tools; give tools", param="tool_choice")
         return Offer()
     functions = [_function(tool, number) for number, tool in enumerate(given)]
-    schemas = {each["name"]: each.get("parameters") or _OBJECT for each in functions}
+    schemas = {each["name"]: each.get("parameters", _NO_PARAMETERS) or _OBJECT for each in functions}
     if len(schemas) != len(functions):
         raise RefusedError("two tools have the same name; give each another one", param="tools")
     named = _named(choice)
