@@ -261,6 +261,10 @@ def test_choices_expressions_and_grammars(own: openai.OpenAI) -> None:
     assert text(guided_regex="[ab]{3}c") in {f"{a}{b}{c}c" for a in "ab" for b in "ab" for c in "ab"}
     assert text(guided_grammar='root ::= "1" ("+1"){2}') == "1+1+1"
     assert json.loads(text(structured_outputs={"choice": ["12"]})) == 12
+    nothing = {"json": None, "grammar": None, "json_object": False, "disable_any_whitespace": False}
+    assert text(structured_outputs={**nothing, "regex": "[0]{2}", "choice": None}) == "00"
+    with pytest.raises(openai.BadRequestError, match="structured_outputs is an object, and must be"):
+        text(structured_outputs={"regex": "a", "disable_any_whitespace": True})
 
 
 def test_a_demanded_content_or_a_call(own: openai.OpenAI) -> None:

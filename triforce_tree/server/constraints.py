@@ -57,10 +57,15 @@ def content_shape(take: Take) -> Shape | None:
         if (given := take(f"guided_{name}")) is not None:
             found.append((f"guided_{name}", read(f"guided_{name}", given)))
     if (given := take("structured_outputs")) is not None:
-        if not isinstance(given, dict) or len(given) != 1 or not given.keys() <= {*_GUIDED, "json_object"}:
+        # Clients of vLLM send all members of its class.
+        asked = {
+            name: value for name, value in (given.items() if isinstance(given, dict) else ())
+            if value is not None and not (value is False and name in _SWITCHES)
+        }  # fmt: skip
+        if len(asked) != 1 or not asked.keys() <= {*_GUIDED, "json_object"}:
             kinds = ", ".join([*_GUIDED, "json_object"])
             raise wrong("structured_outputs", given, f"must be an object with one of {kinds}")
-        [(name, value)] = given.items()
+        [(name, value)] = asked.items()
         name = "json" if name == "json_object" else name
         value = _OBJECT if value is True else value
         found.append(("structured_outputs", _GUIDED[name]("structured_outputs", value)))
@@ -177,6 +182,10 @@ _GUIDED: Mapping[str, Callable[[str, Any], Shape]] = {
     "choice": _choice_shape,
     "grammar": lambda name, given: {"type": "grammar", "grammar": _text_of(name, given)},
 }
+# Members of ``structured_outputs`` that ask for nothing if they are false.
+_SWITCHES = (
+    "json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"
+)  # fmt: skip
 
 
 def _function(tool: Any, number: int) -> dict[str, Any]:
