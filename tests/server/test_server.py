@@ -25,6 +25,23 @@ def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine)
     assert 0 <= details.accepted_prediction_tokens < 24
 
 
+def test_usage_counts_the_tokens_that_were_kept(client: openai.OpenAI, engine: Engine) -> None:
+    """Of a prompt that is asked again, whole chunks need no prefill."""
+    prompt = "Counted: " + PROMPT * (3000 // len(PROMPT) * 3)
+    tokens = len(engine.tokenizer(prompt)["input_ids"])
+    counted = []
+    for chat in (False, True):
+        asked = client.chat.completions if chat else client.completions
+        text = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        for _ in range(2):
+            answer = asked.create(model=NAME, max_tokens=4, temperature=0, **text)
+            counted.append(answer.usage.prompt_tokens_details.cached_tokens)
+    chunk = 1024
+    assert tokens > 2 * chunk
+    assert counted[1::2] == [tokens // chunk * chunk] * 2
+    assert max(counted[::2]) < chunk
+
+
 def test_streams_are_the_same_text(client: openai.OpenAI, engine: Engine) -> None:
     stream = client.completions.create(
         model=NAME, prompt=PROMPT, max_tokens=24, temperature=0, stream=True,

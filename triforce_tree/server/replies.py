@@ -236,7 +236,8 @@ def reason(sequence: ServedText) -> str:
 
 
 def usage(sequences: Sequences[ServedText], messages: Sequences[Message] = ()) -> dict[str, Any]:
-    """Returns the token counts of a request; ``accepted_prediction_tokens`` are accepted draft tokens.
+    """Returns the token counts of a request; ``accepted_prediction_tokens`` are accepted draft tokens, and
+    ``cached_tokens`` those of prompts whose keys and values were kept.
 
     Args:
         messages: the messages of a chat, whose reasoning is counted.
@@ -250,17 +251,19 @@ def usage(sequences: Sequences[ServedText], messages: Sequences[Message] = ()) -
         # The last pass may have emitted tokens after a stop string, which do not count.
         new += sequence.stream.count if sequence.stream.stopped else int(sequence.result("new_tokens"))
     # A prompt counts once, even if several texts continue it.
-    prompts = {id(sequence.prompt): len(sequence.prompt) for sequence in sequences}
+    prompts = {id(sequence.prompt): sequence for sequence in reversed(sequences)}.values()
     outputs = {id(sequence.output): sequence.output for sequence in sequences}.values()
     targets = [output.levels[-1] for output in outputs if output is not None and output.levels]
     accepted = sum(level.accepted for level in targets)
-    prompt = sum(prompts.values())
+    prompt = sum(len(sequence.prompt) for sequence in prompts)
+    cached = sum(int(sequence.result("reused_tokens") or 0) for sequence in prompts)
     limits = [sequence.speculation for sequence in sequences if sequence.speculation is not None]
     more = {"speculation": {**limits[0], "passes": sum(each.forwards for each in targets)}} if limits else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(level.proposed for level in targets) - accepted,

@@ -83,7 +83,7 @@ class ResponseReply:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": int(sequences[0].result("reused_tokens"))},
+                "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {
                     "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
