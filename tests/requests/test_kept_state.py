@@ -189,17 +189,35 @@ class Declared(Counter):
         return moved(scores, 3)
 
 
-STATELESS: dict[str, Any] = {"function": plain_function, "object": Declared()}
+def allowed_tokens(row: int, sent: Tensor) -> list[int]:
+    """Depends on the number of the sequence and on its newest token."""
+    return [token for token in range(V) if (token + row + int(sent[-1])) % 3]
+
+
+allowed_tokens.keeps_state = False
+
+STATELESS: dict[str, dict[str, Any]] = {
+    "function": {"logits_processor": [plain_function]},
+    "object": {"logits_processor": [Declared()]},
+    "allowed tokens": {"prefix_allowed_tokens_fn": allowed_tokens},
+}
 
 
 @pytest.mark.parametrize("prompts", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("name", STATELESS)
 def test_what_keeps_none_is_drafted_for(name: str, prompts: list[list[int]]) -> None:
-    options: dict[str, Any] = {"logits_processor": [STATELESS[name]], "do_sample": False}
-    out = engine(2).generate(prompts, max_new_tokens=NEW, pad_token_id=0, **options)
+    options: dict[str, Any] = {**STATELESS[name], "do_sample": False, "max_new_tokens": NEW}
+    out = engine(2).generate(prompts, pad_token_id=0, **options)
     assert was_drafted(out)
-    alone = [expected([p], max_new_tokens=NEW, **options)[0, len(p) :].tolist() for p in prompts]
-    assert out.sequences[:, len(ONE[0]) :].tolist() == alone
+    assert out.sequences.tolist() == expected(prompts, pad_token_id=0, **options).tolist()
+
+
+def test_samples_are_drafted_for_by_a_function_that_keeps_none() -> None:
+    options: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": NEW}
+    out = engine(2).generate(ONE, prefix_allowed_tokens_fn=allowed_tokens, **options)
+    assert was_drafted(out)
+    for before, new in out.sequences[:, len(ONE[0]) - 1 :].unfold(1, 2, 1).flatten(0, 1).tolist():
+        assert new in allowed_tokens(0, torch.tensor([before]))
 
 
 class Stops(StoppingCriteria):

@@ -30,6 +30,8 @@ SMALL = {"gamma": 3, "tree": "best-first:3,2", "budget": 24, "chunk": 4, "recent
 class EvenAfterOdd(LogitsProcessor):
     """A user's own: an even token may not follow an even one, and long texts prefer low tokens."""
 
+    keeps_state = False
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         places = torch.arange(scores.shape[1])
         even = (input_ids[:, -1:] % 2 == 0) & (places % 2 == 0)
@@ -39,6 +41,8 @@ class EvenAfterOdd(LogitsProcessor):
 class Drift(LogitsProcessor):
     """Scores that depend on the length, and on the two newest tokens in their order."""
 
+    keeps_state = False
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         turned = scores.roll(input_ids.shape[1], -1)
         return turned + (2 * input_ids[:, -1:] + input_ids[:, -2:-1]) % 3 * torch.arange(scores.shape[1])
@@ -47,12 +51,16 @@ class Drift(LogitsProcessor):
 class EvenAfterOddAtTemperature(TemperatureLogitsWarper):
     """A user's own by inheritance: its base alone would not read the text."""
 
+    keeps_state = False
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return EvenAfterOdd()(input_ids, super().__call__(input_ids, scores))
 
 
 class TopKByLength(TopKLogitsWarper):
     """A user's own by inheritance: texts of an odd length are drawn without their most probable token."""
+
+    keeps_state = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best = scores.argmax(-1, keepdim=True)
@@ -64,6 +72,8 @@ def two_of_three(row: int, sent: torch.Tensor) -> list[int]:
     """Allowed tokens depend on the newest one and on the length."""
     return [t for t in range(VOCABULARY) if (t + int(sent[-1]) + len(sent)) % 3]
 
+
+two_of_three.keeps_state = False
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
@@ -173,6 +183,7 @@ def test_a_grammar_is_not_asked_about_what_it_forbids(levels: int, draft: str) -
         assert all(token in (n + 1, n + 2) for n, token in enumerate(new)), new
         return [len(new) + 1, len(new) + 2]
 
+    allowed.keeps_state = False
     options = {"prefix_allowed_tokens_fn": allowed}
     made = engine(levels, draft).generate(prompt, do_sample=False, max_new_tokens=NEW, **options)
     assert made.sequences[0].tolist() == expected(prompt, **options)

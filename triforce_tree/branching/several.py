@@ -19,6 +19,7 @@ from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import OF_BEAMS, without_settings
 from triforce_tree.requests.output import GenerateOutput, by_row
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
+from triforce_tree.requests.request import renumbered
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
@@ -75,7 +76,7 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
         seed = [sequence_seed(each, number) for each in of_prompts for number in range(count)]
     out = engine.generate(
         input_ids=ids.repeat_interleave(count, 0), attention_mask=mask.repeat_interleave(count, 0),
-        prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(n // count, sent)),
+        prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n // count),
         streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"), seed=seed, **options,
     )  # fmt: skip
     if out.logprobs is not None:

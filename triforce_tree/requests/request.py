@@ -40,6 +40,9 @@ from triforce_tree.verify.draws import sequence_seed
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.sampling_options import GeneratedTokenPenalties
 
+# A ``prefix_allowed_tokens_fn``: the tokens that may follow the text of the sequence with this number.
+Allowed = Callable[[int, Tensor], list[int]]
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -172,7 +175,7 @@ class Arguments:
     options: dict[str, Any]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    allowed: Callable[[int, Tensor], list[int]] | None
+    allowed: Allowed | None
     pad_token: int
     penalties: Mapping[str, float]
     each: Sequences[Mapping[str, Any]]
@@ -271,7 +274,7 @@ class Arguments:
         prepared: Prepared = without_settings(target.model).generate(
             ids, attention_mask=self.attention_mask[part], generation_config=self.config,
             logits_processor=processors, stopping_criteria=self.criteria,
-            prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(first + n, sent)),
+            prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: first + n),
             custom_generate=taken, **self.options,
         )  # fmt: skip
         tokens = self.prompts.tokens[part]
@@ -282,6 +285,17 @@ class Arguments:
             return self.of_other(prompt, own, True).prepared(target, how)
 
         return replace(request, of_other=of_other)
+
+
+def renumbered(allowed: Allowed, number: Callable[[int], int]) -> Allowed:
+    """Returns a ``prefix_allowed_tokens_fn`` that calls ``allowed`` with other numbers of sequences."""
+
+    def own(n: int, sent: Tensor) -> list[int]:
+        return allowed(number(n), sent)
+
+    # What the function says about itself still holds (see ``kept_state.py``).
+    vars(own).update(keeps_state=getattr(allowed, "keeps_state", None))
+    return own
 
 
 def _by_prompt(lists: Mapping[str, Sequences[Any]], count: int) -> list[dict[str, Any]]:
