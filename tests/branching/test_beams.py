@@ -161,6 +161,30 @@ def test_samples_are_those_of_a_batch(kind: str) -> None:
         assert alone.sequences[0, -6:].tolist() == out.sequences[number, -6:].tolist()
 
 
+def test_samples_of_prompts_with_options_of_their_own() -> None:
+    out = engine().generate(
+        [PROMPT, PROMPT[:9]], num_return_sequences=2, do_sample=True, max_new_tokens=[3, 5], seed=7,
+        suppress_tokens=list(range(10, 64)), top_k=[1, None], logprobs=[False, True],
+    )  # fmt: skip
+    assert out.new_tokens == [3, 3, 5, 5]
+    assert out.sequences[0].tolist() == out.sequences[1].tolist()
+    assert out.sequences[2].tolist() != out.sequences[3].tolist()
+    assert (out.logprobs != 0).any(1).tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match="greedy decoding are 2 equal texts"):
+        engine().generate([PROMPT, PROMPT], num_return_sequences=2, temperature=[0.5, 0], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+def test_sequences_begin_with_the_prompts_as_they_were_given(name: str) -> None:
+    options: dict[str, Any] = {name: 2, "do_sample": name != "num_beams", "max_new_tokens": 3}
+    ids = torch.tensor([[7, 0, 8, 9, 0], [1, 2, 3, 4, 5]])
+    for mask in (None, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])):
+        out = engine().generate(ids, attention_mask=mask, pad_token_id=0, **options)
+        texts = len(out.sequences) // 2
+        assert torch.equal(out.sequences[:, :5], ids.repeat_interleave(texts, 0))
+        assert out.sequences.shape[1] == 8
+
+
 def test_samples_obey_constraints() -> None:
     out = engine().generate(
         [PROMPT, PROMPT[:9]], num_return_sequences=3, do_sample=True, max_new_tokens=5,
@@ -178,6 +202,8 @@ def test_samples_obey_constraints() -> None:
         ({"num_return_sequences": 3}, "num_return_sequences=3 of greedy decoding are 3 equal texts"),
         ({"num_beams": 0}, "num_beams=0 must be at least 1 and at most 65536"),
         ({"num_beams": 2, "logprobs": True}, "logprobs=True is not supported with num_beams=2"),
+        ({"num_beams": 2, "max_batch": 1}, "max_batch is not supported with num_beams=2"),
+        ({"num_beams": 2, "max_new_tokens": [3]}, "options of each prompt are not supported"),
         ({"num_beams": 2, "streamer": Collect()}, "a streamer takes one text as it is made"),
         ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups=2 is not supported"),
         ({"num_beams": 2, "max_new_tokens": 5000}, "exceed the model's 2048 positions"),

@@ -13,13 +13,13 @@ from triforce_tree.branching.options import OF_ENGINE, check_engine, one_text_ea
 from triforce_tree.branching.pages import page_slots
 from triforce_tree.branching.slots import TreeSlots, needs_before
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.requests.inputs import real_tokens
+from triforce_tree.requests.inputs import Prompts, real_tokens
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.requests.option_values import checked
-from triforce_tree.requests.options import OF_BEAMS, without_settings
+from triforce_tree.requests.options import OF_BEAMS, per_prompt, without_settings
 from triforce_tree.requests.output import GenerateOutput, by_row
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
-from triforce_tree.requests.request import renumbered
+from triforce_tree.requests.request import renumbered, speculation_of
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
@@ -61,12 +61,15 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
     prompts = arguments.prompts
     ids, mask = prompts.input_ids, prompts.attention_mask
     allowed = options.pop("prefix_allowed_tokens_fn", None)
+    options, lists = per_prompt(options)
     own = {name: value for name, value in options.items() if name not in (*OF_ENGINE, *_SCORES)}
-    if prepared_request(engine, ids.shape[1], own).to_probs.greedy:
-        raise ValueError(
-            f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
-            "set do_sample=True with a temperature above 0, or num_beams"
-        )
+    for chosen in arguments.each or [{}]:
+        if prepared_request(engine, ids.shape[1], {**own, **chosen}).to_probs.greedy:
+            raise ValueError(
+                f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
+                "set do_sample=True with a temperature above 0, or num_beams"
+            )
+    options |= {name: [each for each in values for _ in range(count)] for name, values in lists.items()}
     if isinstance(grammar := options.get("grammar"), list | tuple):
         options["grammar"] = [each for each in grammar for _ in range(count)]
     seed = options.pop("seed", None)
@@ -79,6 +82,7 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
         prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n // count),
         streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"), seed=seed, **options,
     )  # fmt: skip
+    out.sequences = _after_given(prompts, count, out.sequences)
     if out.logprobs is not None:
         out.sequences_scores = out.logprobs.sum(1)
     return out
@@ -143,6 +147,15 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
     target = engine.target
     settings = {name: checked(name, _setting(engine, kwargs, name)) for name in OF_BEAMS}
     arguments, options = one_text_each(engine, kwargs)
+    if arguments.each or isinstance(kwargs.get("logprobs"), list | tuple):
+        raise ValueError(
+            f"options of each prompt are not supported with num_beams={beams}; give all prompts the same"
+        )
+    # Nothing is drafted, whatever limits drafts.
+    speculation_of(options.pop("speculation", None))
+    for name in ("max_batch", "joining"):
+        if options.pop(name, None) is not None:
+            raise ValueError(f"{name} is not supported with num_beams={beams}; leave out one")
     if options.pop("logprobs", None):
         raise ValueError(f"logprobs=True is not supported with num_beams={beams}; use output_scores=True")
     seed, progress = checked("seed", options.pop("seed", None)), options.pop("progress", None)
@@ -174,10 +187,7 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
         )  # fmt: skip
     indices = cast(Tensor, out.beam_indices)
     lengths = (indices >= 0).sum(1).tolist()
-    # The output begins with the prompts, padded on the left, on the device of the given ones.
-    ids = arguments.input_ids.to(arguments.prompts.ids.device).repeat_interleave(count, 0)
-    fresh = out.sequences[:, width:].to(ids.device)
-    new = [own[:length].tolist() for own, length in zip(fresh, lengths, strict=True)]
+    new = [own[width:][:length].tolist() for own, length in zip(out.sequences, lengths, strict=True)]
     reasons = [
         "eos" if tokens and tokens[-1] in ends else "length" if len(tokens) == new_tokens else "stop"
         for tokens in new
@@ -187,7 +197,7 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
         new_text(vocabulary, prompts[number // count], tokens, ends) for number, tokens in enumerate(new)
     ]
     return GenerateOutput(
-        sequences=cast(torch.LongTensor, torch.cat([ids, fresh], 1)),
+        sequences=_after_given(arguments.prompts, count, out.sequences),
         scores=out.scores,
         logits=out.logits,
         sequences_scores=out.sequences_scores,
@@ -197,6 +207,15 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
         new_tokens=by_row(lengths),
         text=by_row(texts) if texts else None,
     )
+
+
+def _after_given(prompts: Prompts, count: int, sequences: Tensor) -> torch.LongTensor:
+    """Returns int64 ``[B * count, W + N]``: the prompts as they were given, each ``count`` times, followed by
+    the new tokens in ``sequences``, whose prompts are padded on the left.
+    """
+    ids = prompts.ids.repeat_interleave(count, 0)
+    fresh = sequences[:, ids.shape[1] :].to(ids.device)
+    return cast(torch.LongTensor, torch.cat([ids, fresh], 1))
 
 
 def _setting(engine: LoadedEngine, kwargs: dict[str, Any], name: str) -> Any:
