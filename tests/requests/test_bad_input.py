@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
@@ -99,6 +100,54 @@ def test_prompt_longer_than_the_positions(engine) -> None:
 def test_a_token_outside_the_vocabulary(engine, token: int) -> None:
     with pytest.raises(ValueError, match=says(f"token id {token}", f"vocabulary of {VOCABULARY}")):
         engine.generate([1, token, 2], max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bad_words_ids": [3]}, ["bad_words_ids=[3]", "list of lists"]),
+        ({"bad_words_ids": [[3, 64]]}, ["bad_words_ids", "token 64", "below 64"]),
+        ({"sequence_bias": {(64,): 1.0}}, ["sequence_bias", "token 64", "below 64"]),
+        ({"suppress_tokens": 3}, ["suppress_tokens=3", "list of token ids"]),
+        ({"begin_suppress_tokens": 3}, ["begin_suppress_tokens=3", "list of token ids"]),
+        ({"eos_token_id": []}, ["eos_token_id=[]", "give -1"]),
+        ({"stop_strings": 3}, ["stop_strings=3", "a string or a list"]),
+        ({"prefix_allowed_tokens_fn": 3}, ["prefix_allowed_tokens_fn=3", "cannot be called"]),
+        ({"do_sample": "no"}, ["do_sample='no'", "True or False"]),
+        ({"output_scores": "no"}, ["output_scores='no'", "True or False"]),
+        (
+            {"exponential_decay_length_penalty": (1, 1.5)},
+            ["exponential_decay_length_penalty", "eos_token_id"],
+        ),
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_options_of_a_wrong_form(engine, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=says(*words)):
+        engine.generate(prompt_of(9), max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress_tokens": [-1, 5, VOCABULARY]},
+        {"begin_suppress_tokens": [-1, 5, VOCABULARY]},
+        {"eos_token_id": [-1, 5, VOCABULARY], "min_new_tokens": 4},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_forbidden_tokens_outside_the_vocabulary_have_no_effect(engine, options: dict[str, Any]) -> None:
+    """As in transformers, and in checkpoints whose end tokens the model does not have."""
+    ids = torch.tensor([prompt_of(9)])
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
+    assert torch.equal(engine.generate(ids, **how).sequences, TARGET.generate(ids, **how))
+
+
+def test_numbers_of_numpy(engine) -> None:
+    options = {"temperature": np.float32(0.5), "top_p": np.float32(0.5), "max_new_tokens": np.int64(5)}
+    drawn = engine.generate(prompt_of(9), seed=1, **options).sequences
+    options = {"temperature": 0.5, "top_p": 0.5, "max_new_tokens": 5}
+    assert torch.equal(engine.generate(prompt_of(9), seed=1, **options).sequences, drawn)
 
 
 def test_different_vocabularies() -> None:

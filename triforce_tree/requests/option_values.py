@@ -20,6 +20,8 @@ _MOST_SUBTRACTED = 100.0
 _MOST_TEXTS = 65_536
 # Options of one token id; the others may have several.
 _SINGLE = frozenset({"forced_bos_token_id", "pad_token_id"})
+# Options that transformers reads as lists.
+_LISTS = frozenset({"suppress_tokens", "begin_suppress_tokens"})
 
 
 def checked(name: str, value: Any) -> Any:
@@ -45,7 +47,7 @@ def checked(name: str, value: Any) -> Any:
         _check_type(name, value)
         if not check.least <= value <= check.most:
             raise ValueError(f"{name}={shortened(value)} must lie in {check.interval}; {check.remedy}")
-        return value
+        return float(value)
     return check(name, value)
 
 
@@ -79,7 +81,7 @@ def _temperature(name: str, value: Any) -> Any:
         raise ValueError(f"{name}={shortened(value)} is below {_LEAST:g}; use 0, which means greedy")
     if value > _HOTTEST:
         raise ValueError(f"{name}={shortened(value)} is above {_HOTTEST:g}; from 1e6 on all draw about alike")
-    return value
+    return float(value)
 
 
 def _token_ids(name: str, value: Any) -> Any:
@@ -87,6 +89,10 @@ def _token_ids(name: str, value: Any) -> Any:
         raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
     if getattr(value, "ndim", 0) > 0:  # a tensor or an array, which has integers of 64 bits at most
         return value
+    if name in _LISTS and not isinstance(value, list | tuple):
+        raise ValueError(f"{name}={shortened(value)} must be a list of token ids; give [{shortened(value)}]")
+    if name == "eos_token_id" and isinstance(value, list | tuple) and not value:
+        raise ValueError(f"{name}=[] names no token; give -1 for a text that no token ends")
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             raise ValueError(
@@ -135,12 +141,21 @@ def _seed(name: str, value: Any) -> int:
 
 
 def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if isinstance(value, str) or value not in (True, False):
         raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)
+
+
+def _bad_words(name: str, value: Any) -> Any:
+    # transformers checks what the sequences hold.
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        raise ValueError(f"{name}={shortened(value)} must be a list of lists of token ids, as [[5], [7, 8]]")
     return value
 
 
 def _stop_strings(name: str, value: Any) -> list[str]:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(f"{name}={shortened(value)} must be a string or a list of strings")
     strings = [value] if isinstance(value, str) else list(value)
     for each in strings:
         if not isinstance(each, str) or not each:
@@ -154,6 +169,12 @@ def _callables(name: str, value: Any) -> list[Any]:
         if not callable(each):
             raise ValueError(f"{name} holds {each!r}, which cannot be called; see transformers' {name}")
     return entries
+
+
+def _function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise ValueError(f"{name}={shortened(value)} cannot be called; give a function")
+    return value
 
 
 _BELOW_1, _ABOVE_0 = math.nextafter(1.0, 0.0), math.ulp(0.0)
@@ -183,6 +204,7 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "forced_eos_token_id": _token_ids,
     "forced_bos_token_id": _token_ids,
     "pad_token_id": _token_ids,
+    "bad_words_ids": _bad_words,
     "sequence_bias": _sequence_bias,
     "exponential_decay_length_penalty": _length_penalty_decay,
     "num_beams": _AtLeast(1, most=_MOST_TEXTS),
@@ -191,7 +213,11 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "logits_processor": _callables,
     "stopping_criteria": _callables,
     "seed": _seed,
+    "prefix_allowed_tokens_fn": _function,
     "logprobs": _switch,
+    "do_sample": _switch,
+    "output_scores": _switch,
+    "output_logits": _switch,
     "max_batch": _AtLeast(1),
     "length": _AtLeast(1, 'speculation="off" drafts nothing'),
 }

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from triforce_tree.config import ADVANCED, SHOWN
 from triforce_tree.models.recurrent.pass_through import CACHE
@@ -183,7 +189,9 @@ def _is_list(name: str, value: Any) -> bool:
     if name == "eos_token_id":
         return any(each is None or isinstance(each, list | tuple) for each in value)
     if name == "bad_words_ids":
-        return any(each is None or (each and isinstance(each[0], list | tuple)) for each in value)
+        return any(
+            each is None or (isinstance(each, list) and each and isinstance(each[0], list)) for each in value
+        )
     return name != "sequence_bias" or any(each is None or isinstance(each, dict) for each in value)
 
 
@@ -253,7 +261,7 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
     """Checks the options that transformers has prepared.
 
     Raises:
-        ValueError: a forced token is not in the vocabulary, or a processor runs the model.
+        ValueError: a token is not in the vocabulary, or a processor runs the model.
     """
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         for token in listed_ids(getattr(config, name, None)):
@@ -262,6 +270,16 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
                     f"{name}={token} is not in the model's vocabulary; give a token id below {vocabulary}"
                 )
     for processor in processors:
+        if isinstance(processor, SequenceBiasLogitsProcessor):
+            outside = [token for words in processor.sequence_bias for token in words if token >= vocabulary]
+            if outside:
+                name = (
+                    "bad_words_ids" if isinstance(processor, NoBadWordsLogitsProcessor) else "sequence_bias"
+                )
+                raise ValueError(
+                    f"{name} has the token {outside[0]}, which is not in the model's vocabulary; give token "
+                    f"ids below {vocabulary}"
+                )
         if "ClassifierFreeGuidance" in type(processor).__name__:
             raise ValueError(
                 f"{type(processor).__name__} runs the model itself, which is not supported by triforce_tree; "

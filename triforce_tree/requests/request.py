@@ -207,6 +207,7 @@ class Arguments:
         input_ids, attention_mask, config, processors, criteria, allowed, strings = (
             given.pop(name, None) for name in _PARAMETERS
         )
+        allowed = checked("prefix_allowed_tokens_fn", allowed)
         if isinstance(inputs, Mapping):
             inputs = text_alone(inputs, target.model)
         settings = target.model.generation_config
@@ -255,6 +256,14 @@ class Arguments:
             if number is not None:
                 return parts[0]
             return Request.of_parts(parts, self.prompts.ids, self.input_ids, self.prompts.tokens, how)
+        own = {} if self.config is None else vars(self.config)
+        sources = self.options, own, vars(target.model.generation_config)
+        decay, ends = (_first(name, sources) for name in ("exponential_decay_length_penalty", "eos_token_id"))
+        if decay is not None and ends is None:
+            raise ValueError(
+                "exponential_decay_length_penalty raises the score of the end token, and the model names "
+                "none; give eos_token_id"
+            )
         part, first = (slice(None), 0) if number is None else (slice(number, number + 1), number)
         allowed, given_ids, ids = self.allowed, self.prompts.ids[part], self.input_ids[part]
 
@@ -495,6 +504,11 @@ class Request:
         return Sequence(prompt, ending, number, seed, None, self.to_probs, self.outputs)
 
 
+def _first(name: str, sources: Sequences[Mapping[str, Any]]) -> Any:
+    """Returns the value of an option in the first source that has it, or None."""
+    return next((own[name] for own in sources if own.get(name) is not None), None)
+
+
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
     """Returns the token that fills shorter sequences, and the token that transformers treats as padding in
     prompts without a mask, or None.
@@ -505,9 +519,6 @@ def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
     Args:
         sources: options by name; earlier sources take precedence.
     """
-    pad, ends = (
-        listed_ids(next((own[name] for own in sources if own.get(name) is not None), None))
-        for name in ("pad_token_id", "eos_token_id")
-    )
+    pad, ends = (listed_ids(_first(name, sources)) for name in ("pad_token_id", "eos_token_id"))
     fill = next(iter((*pad, *ends)), 0)
     return fill, pad[0] if pad and pad[0] not in ends else None

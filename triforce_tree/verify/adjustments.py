@@ -55,12 +55,14 @@ class Adjustments:
         """
         kind = self._kind
         if kind.biased or kind.words[0]:
-            single = [(words[0], bias) for words, bias in options.biases if len(words) == 1]
             own = self._bias[index].zero_()
+            single = [(words[0], bias) for words, bias in options.biases if len(words) == 1]
+            # As in transformers, tokens outside of the vocabulary may be forbidden.
+            single = [(token, bias) for token, bias in single if 0 <= token < len(own)]
             biases = torch.tensor([bias for _, bias in single], device=own.device)
             own.scatter_add_(0, own.new_tensor([token for token, _ in single], dtype=torch.int64), biases)
             self._stops[index] = False
-            self._stops[index, list(options.stops)] = True
+            self._stops[index, [token for token in options.stops if 0 <= token < len(own)]] = True
             self._least_tokens[index] = options.least_tokens
         if kind.words[0]:
             self._begin_words(index, options)
