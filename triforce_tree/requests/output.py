@@ -132,11 +132,13 @@ def joined(outputs: Sequences[GenerateOutput], ids: Tensor, padding: int) -> Gen
         levels = added(levels, output.levels or [])
     last.levels = levels
     for name in ("logits", "scores"):
-        if getattr(last, name) is not None:
-            columns = by_position([[row[0] for row in getattr(o, name)] for o in outputs])
+        # Each prompt may have options of its own.
+        if any(getattr(o, name) is not None for o in outputs):
+            columns = by_position([[row[0] for row in getattr(o, name) or ()] for o in outputs])
             setattr(last, name, columns)
-    if last.logprobs is not None:
-        rows = [cast(Tensor, o.logprobs)[0] for o in outputs]
+    found = [o.logprobs for o in outputs if o.logprobs is not None]
+    if found:
+        rows = [found[0].new_zeros(0) if o.logprobs is None else o.logprobs[0] for o in outputs]
         last.logprobs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     for name in ("finish_reason", "new_tokens", "text", "reused_tokens"):
         values = [getattr(o, name) for o in outputs]

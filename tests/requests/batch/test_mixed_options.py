@@ -185,3 +185,19 @@ def test_speculation_limits_the_passes() -> None:
     for wrong in ("on", {"levels": 4}, {"depth": 2}, {"length": 0}):
         with pytest.raises(ValueError, match=r"speculation|length"):
             made.generate(prompt, speculation=wrong, **common)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_scores_of_some_prompts_that_run_one_by_one(engine: Engine, first: bool) -> None:
+    options: dict[str, Any] = {"no_repeat_ngram_size": 3, "do_sample": False, "max_new_tokens": [4, 6]}
+    names, asked = ("output_logits", "output_scores", "logprobs"), 0 if first else 1
+    lists_of_two = {key: [first, not first] for key in names}
+    out = engine.generate(PROMPTS[:2], **options, **lists_of_two)
+    options["max_new_tokens"] = (4, 6)[asked]
+    own = engine.generate(PROMPTS[asked], **options, **dict.fromkeys(names, True))
+    count = options["max_new_tokens"]
+    torch.testing.assert_close(out.logprobs[asked, :count], own.logprobs[0])
+    assert not out.logprobs[1 - asked].any()
+    for name in ("logits", "scores"):
+        found = torch.stack([row[asked] for row in getattr(out, name)])
+        torch.testing.assert_close(found, torch.stack([row[0] for row in getattr(own, name)]))
