@@ -143,6 +143,12 @@ def test_forbidden_tokens_outside_the_vocabulary_have_no_effect(engine, options:
     assert torch.equal(engine.generate(ids, **how).sequences, TARGET.generate(ids, **how))
 
 
+def test_options_that_leave_no_token(engine) -> None:
+    options: dict[str, Any] = {"suppress_tokens": list(range(VOCABULARY)), "do_sample": True, "seed": 1}
+    with pytest.raises(ValueError, match=says("no token", "forbidden (SuppressTokens", "or the model")):
+        engine.generate(prompt_of(9), max_new_tokens=3, **options)
+
+
 def test_numbers_of_numpy(engine) -> None:
     options = {"temperature": np.float32(0.5), "top_p": np.float32(0.5), "max_new_tokens": np.int64(5)}
     drawn = engine.generate(prompt_of(9), seed=1, **options).sequences

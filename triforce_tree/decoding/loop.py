@@ -28,7 +28,7 @@ from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import Mark, StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress, added
 from triforce_tree.verify.draws import Draws
-from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 _LOG = logging.getLogger(__name__)
 
@@ -626,8 +626,12 @@ class DecodingLoop:
         """Appends the tokens of a pass to the sequences that still run, each up to its end."""
         fresh: Fresh = []
         if report[0][3]:
-            own = running[0].to_probs if running[0] is not None else None
-            raise ValueError((own or self._to_probs).nan_error)
+            errors = {
+                (each.to_probs or self._to_probs).nan_error(each.matcher is not None)
+                for each in running
+                if each is not None
+            }
+            raise ValueError(next(iter(errors - {NAN_LOGITS}), NAN_LOGITS))
         for sequence, new in zip(running, tokens, strict=True):
             if sequence is not None and new and sequence.finish_reason is None:
                 fresh.append((sequence, sequence.append(new)))

@@ -40,6 +40,19 @@ _CONTEXT_FREE = {
 }
 _TRUNCATING = {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p", "MinPLogitsWarper": "min_p"}
 
+# Processors that may leave no token.
+_FORBIDDING = frozenset(
+    {
+        hf.SequenceBiasLogitsProcessor,
+        hf.NoBadWordsLogitsProcessor,
+        hf.NoRepeatNGramLogitsProcessor,
+        hf.MinLengthLogitsProcessor,
+        hf.MinNewTokensLengthLogitsProcessor,
+        hf.PrefixConstrainedLogitsProcessor,
+        hf.SuppressTokensLogitsProcessor,
+        hf.SuppressTokensAtBeginLogitsProcessor,
+    }
+)
 # Processors of these packages are known to produce no NaN.
 _KNOWN = ("transformers.", "triforce_tree.")
 NAN_LOGITS = (
@@ -121,15 +134,25 @@ class ProbsFromLogits:
         names = [type(processor).__name__ for processor in others]
         return " ".join(["greedy" if self.greedy else "sampled", *names])
 
-    @property
-    def nan_error(self) -> str:
-        """The error message for NaN in processed logits."""
+    def nan_error(self, masked: bool) -> str:
+        """Returns the error message for NaN in distributions.
+
+        Args:
+            masked: whether a grammar forbids tokens.
+        """
         custom = [type(p).__name__ for p in self.processors if not type(p).__module__.startswith(_KNOWN)]
-        if not custom:
+        if custom:
+            return (
+                f"logits are NaN, from the model or from a logits processor ({', '.join(custom)}); leave the "
+                "processor out to see which"
+            )
+        forbidding = [type(p).__name__ for p in self.processors if type(p) in _FORBIDDING]
+        forbidding += ["grammar"] if masked else []
+        if not forbidding:
             return NAN_LOGITS
         return (
-            f"logits are NaN, from the model or from a logits processor ({', '.join(custom)}); leave the "
-            "processor out to see which"
+            f"no token has a probability: all are forbidden ({', '.join(forbidding)}), or the model returned "
+            "NaN logits; leave these options out to see which"
         )
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
