@@ -60,7 +60,8 @@ def test_trimmed_tokens_are_forgotten() -> None:
     asked = list(session.tokens)
     assert session.generate(**NINE).reused_tokens == len(asked) - 1, "nothing to prefill"
     assert session.tokens == cold(asked)
-    for wrong in (-1, len(session.tokens) + 1):
+    wrong: Any
+    for wrong in (-1, len(session.tokens) + 1, 1.5):
         with pytest.raises(ValueError, match=f"length={wrong} must lie between 0 and the"):
             session.trim(wrong)
 
@@ -168,6 +169,20 @@ def test_refusals(case: str) -> None:
     document, question, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         engine().session(document).generate(question, **NINE)
+
+
+@pytest.mark.parametrize("name", ["inputs", "input_ids", "attention_mask"])
+def test_a_question_by_a_keyword_is_refused(name: str) -> None:
+    session = engine().session(PROMPT)
+    with pytest.raises(ValueError, match=f"^{name} is no argument of a session; give the question first"):
+        session.generate(**{name: [[1, 1]]}, **NINE)
+    assert session.tokens == PROMPT
+
+
+@pytest.mark.parametrize("reserve", [-1, 1.5, "x"])
+def test_a_wrong_reserve_is_refused(reserve: Any) -> None:
+    with pytest.raises(ValueError, match=r"^reserve=.* must be"):
+        engine().session(PROMPT, reserve=reserve)
 
 
 def test_a_refused_call_leaves_the_session_as_it_was() -> None:

@@ -219,5 +219,6 @@ _CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
     "output_scores": _switch,
     "output_logits": _switch,
     "max_batch": _AtLeast(1),
+    "reserve": _AtLeast(0),
     "length": _AtLeast(1, 'speculation="off" drafts nothing'),
 }

@@ -12,6 +12,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.requests.chat import Message, chat_ids, chats_of
 from triforce_tree.requests.inputs import Inputs, prompts_of
 from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import texts_asked
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.tokenized_texts import TokenizedTexts, text_ids
@@ -58,8 +59,7 @@ class Session:
     """
 
     def __init__(self, engine: LoadedEngine, document: Inputs | None = None, reserve: int = RESERVE) -> None:
-        if reserve < 0:
-            raise ValueError(f"reserve={reserve} must be at least 0")
+        checked("reserve", reserve)
         self._engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
         # A copy of the question that ``prompt`` last got, with the messages and token ids that it gave.
@@ -91,6 +91,11 @@ class Session:
             ValueError: :meth:`Engine.generate` raises it, there is nothing to continue, or messages were
                 given to a session of text. The session is then unchanged.
         """
+        for name in ("inputs", "input_ids", "attention_mask"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"{name} is no argument of a session; give the question first, as text or token ids"
+                )
         if (count := texts_asked(kwargs)[1]) > 1:
             raise ValueError(
                 f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
@@ -141,7 +146,7 @@ class Session:
         Raises:
             ValueError: there are fewer tokens.
         """
-        if not 0 <= length <= len(self.tokens):
+        if not hasattr(length, "__index__") or not 0 <= length <= len(self.tokens):
             raise ValueError(f"length={length} must lie between 0 and the {len(self.tokens)} tokens so far")
         del self.tokens[length:]
         self._coming = None
