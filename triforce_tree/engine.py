@@ -253,8 +253,12 @@ class Engine:
 
         Args:
             progress: called with numbers of prompt tokens as they are prefilled.
+
+        Raises:
+            ValueError: a prompt, a temperature or a number of tokens is wrong.
         """
-        to_probs = ProbsFromLogits.at(temperature)
+        checked("max_new_tokens", max_new_tokens)
+        to_probs = ProbsFromLogits.at(checked("temperature", temperature))
         prompt = prompt_of(self.target, self.tokenizer, inputs)
         with self.program([prompt], max_new_tokens, to_probs) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer, progress)
@@ -347,8 +351,8 @@ class Engine:
         self._hierarchy.release()
 
     def close(self) -> None:
-        """Frees the last generation's buffers and the weights in host memory. Later calls raise
-        RuntimeError.
+        """Frees the last generation's buffers and the weights in host memory. If there were such weights,
+        later calls raise RuntimeError; otherwise they make new buffers.
         """
         self._hierarchy.close()
 

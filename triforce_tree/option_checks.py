@@ -81,6 +81,8 @@ def unknown_option(name: str, known: Collection[str], advanced: bool = False) ->
     hint = f"did you mean {near[0]!r}? " if near else ""
     if advanced:
         return ValueError(f"unknown advanced option {name!r}; {hint}docs/advanced.md lists all")
+    if name in LOADING:
+        return ValueError(f"{name!r} is an option of load(...) alone; load the models anew")
     if name in _ELSEWHERE:
         return ValueError(f"unknown option {name!r}; {_ELSEWHERE[name]}")
     return ValueError(
@@ -108,8 +110,9 @@ def shortened(value: object) -> str:
 
 def did_you_mean(value: object, allowed: Collection[object]) -> str:
     """Returns " (did you mean ...?)" with the nearest allowed word, or an empty string if none is near."""
-    near = get_close_matches(str(value), list(map(str, allowed)), 1)
-    return f" (did you mean {near[0]!r}?)" if near and isinstance(value, str) else ""
+    words = {str(each): each for each in allowed}
+    near = get_close_matches(str(value), words, 1)
+    return f" (did you mean {words[near[0]]!r}?)" if near and isinstance(value, str) else ""
 
 
 def within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:

@@ -36,6 +36,7 @@ def weightless(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path
         ({"temperature": 1}, "give it to generate(...)"),
         ({"tokeniser": "x"}, "did you mean 'tokenizer'?"),
         ({"levels": "atuo"}, "did you mean 'auto'?"),
+        ({"levels": "3"}, "did you mean 3?"),
         ({"tree": "cahin:3"}, "did you mean 'chain'?"),
         ({"dtype": "bf17"}, "did you mean 'bf16'?"),
         ({"draft": "./nowhere"}, "no such folder: './nowhere'"),

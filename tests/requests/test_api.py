@@ -86,6 +86,8 @@ def test_other_options_on_the_same_models(engine: Engine) -> None:
     assert engine.config.gamma == SMALL["gamma"]
     with pytest.raises(ValueError, match="unknown option 'gama'"):
         engine.with_options(gama=3)
+    with pytest.raises(ValueError, match=r"^'draft' is an option of load\(\.\.\.\) alone"):
+        engine.with_options(draft=TARGET)
 
 
 def test_progress_counts_the_prompt(engine: Engine) -> None:

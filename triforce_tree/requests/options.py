@@ -19,7 +19,7 @@ from transformers import (
 
 from triforce_tree.config import ADVANCED, SHOWN
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.option_checks import unknown_option
+from triforce_tree.option_checks import LOADING, unknown_option
 from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.token_ids import listed_ids
 
@@ -102,16 +102,14 @@ _REMEDIES = {
         "once for each adapter"
     ),
     "messages": "give them first, as the prompt: generate(messages)",
-    "tokenizer": "give it to load(..., tokenizer=...)",
     "max_tokens": "its name is max_new_tokens here",
     "max_length_tokens": "its name is max_new_tokens here",
     "stop": "its name is stop_strings here",
     "n": "its name is num_return_sequences here",
     "prompt": "give it first: generate(prompt)",
-    **dict.fromkeys(
-        (*SHOWN, "advanced", "target", "draft", "drafter", "device", "dtype"),
-        "give it to load(...), or to Engine.with_options",
-    ),
+    **dict.fromkeys((*SHOWN, "advanced"), "give it to load(...), or to Engine.with_options"),
+    **dict.fromkeys(LOADING, "give it to load(...)"),
+    "tokenizer": "give it to load(..., tokenizer=...)",
     **{
         name: f"give it to load(..., advanced={{{name!r}: ...}}), or to Engine.with_options"
         for name in ADVANCED

@@ -118,6 +118,13 @@ def test_the_engine_explains_a_prompt(engine: Engine, ids: list[int]) -> None:
         engine.explain(torch.tensor([ids[:20], ids[:20]]))
 
 
+def test_wrong_numbers_are_refused(engine: Engine, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
+        engine.explain(ids, max_new_tokens=0)
+    with pytest.raises(ValueError, match="temperature=-1 must be a finite number of at least 0"):
+        engine.explain(ids, temperature=-1)
+
+
 def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the first of all the words that are in this text " * 6)
     words = ["explain", str(tmp_path / "text"), *pair.options, "--max-new-tokens", "12", "--json"]
