@@ -54,6 +54,16 @@ def test_bench_text_continues_an_interrupted_run(
     assert "new_tokens=8, now it is 9" in err
 
 
+def test_a_first_pass_that_makes_all_tokens_is_refused(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair
+) -> None:
+    words = ["bench", "text", *pair.options, "--context", "90", "--prompts", "1", "--temperatures", "0"]
+    code, _, err = run(capsys, *words, "--new-tokens", "1", "--methods", "transformers-dynamic")
+    assert code == 2
+    assert "transformers-dynamic made all 1 new tokens in its first pass, which is not timed" in err
+    assert "Traceback" not in err
+
+
 def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "bench", "needle", *pair.options, "--lengths", "200", "--depths", "0", "1", "--trials", "1",

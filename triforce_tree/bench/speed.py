@@ -54,6 +54,9 @@ def measure(
         engine: our models and settings.
         prompts: token ids.
         place: further keys of the records, such as the length of these prompts.
+
+    Raises:
+        ValueError: a method needs one pass for all new tokens, which has no time without prefill.
     """
     new_tokens, seed = timing.new_tokens, series.seed
     warm: set[tuple[str, float]] = set()
@@ -65,6 +68,11 @@ def measure(
             warm.add((method, temperature))
         job = Job(prompt, temperature, new_tokens, seed + key["prompt"], series.stop)
         sample = METHODS[method](engine, job)
+        if sample.timed_tokens < 1 and series.wanted():
+            raise ValueError(
+                f"{method} made all {new_tokens} new tokens in its first pass, which is not timed; ask for "
+                "more of them"
+            )
         return {
             "prompt_tokens": len(prompt),
             "prefill_seconds": sample.prefill_seconds,
