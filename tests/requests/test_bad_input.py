@@ -143,6 +143,11 @@ def test_forbidden_tokens_outside_the_vocabulary_have_no_effect(engine, options:
     assert torch.equal(engine.generate(ids, **how).sequences, TARGET.generate(ids, **how))
 
 
+def test_none_for_numbers_of_texts(engine) -> None:
+    options: dict[str, Any] = {"num_beams": None, "num_return_sequences": None, "length_penalty": None}
+    assert engine.generate(prompt_of(9), max_new_tokens=3, **options).new_tokens == 3
+
+
 def test_options_that_leave_no_token(engine) -> None:
     options: dict[str, Any] = {"suppress_tokens": list(range(VOCABULARY)), "do_sample": True, "seed": 1}
     with pytest.raises(ValueError, match=says("no token", "forbidden (SuppressTokens", "or the model")):

@@ -152,6 +152,8 @@ def given_options(
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | set(PENALTIES)
     found: dict[str, Any] = {}
     for name, value in options.items():
+        if value is None and name in SEVERAL:
+            continue  # transformers compares their numbers
         if name in known:
             found[name] = supported(name, value)
         elif value is not None and not (value is False and name in _SWITCHES):
