@@ -110,7 +110,6 @@ def test_a_token_outside_the_vocabulary(engine, token: int) -> None:
         ({"sequence_bias": {(64,): 1.0}}, ["sequence_bias", "token 64", "below 64"]),
         ({"suppress_tokens": 3}, ["suppress_tokens=3", "list of token ids"]),
         ({"begin_suppress_tokens": 3}, ["begin_suppress_tokens=3", "list of token ids"]),
-        ({"eos_token_id": []}, ["eos_token_id=[]", "give -1"]),
         ({"stop_strings": 3}, ["stop_strings=3", "a string or a list"]),
         ({"prefix_allowed_tokens_fn": 3}, ["prefix_allowed_tokens_fn=3", "cannot be called"]),
         ({"do_sample": "no"}, ["do_sample='no'", "True or False"]),
@@ -141,6 +140,11 @@ def test_forbidden_tokens_outside_the_vocabulary_have_no_effect(engine, options:
     ids = torch.tensor([prompt_of(9)])
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
     assert torch.equal(engine.generate(ids, **how).sequences, TARGET.generate(ids, **how))
+
+
+def test_an_empty_list_of_end_tokens_ends_no_text(engine) -> None:
+    out = engine.generate([prompt_of(9), prompt_of(5)], max_new_tokens=3, eos_token_id=[])
+    assert out.new_tokens == [3, 3]
 
 
 def test_none_for_numbers_of_texts(engine) -> None:

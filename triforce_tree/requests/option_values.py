@@ -91,8 +91,6 @@ def _token_ids(name: str, value: Any) -> Any:
         return value
     if name in _LISTS and not isinstance(value, list | tuple):
         raise ValueError(f"{name}={shortened(value)} must be a list of token ids; give [{shortened(value)}]")
-    if name == "eos_token_id" and isinstance(value, list | tuple) and not value:
-        raise ValueError(f"{name}=[] names no token; give -1 for a text that no token ends")
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             raise ValueError(

@@ -217,6 +217,10 @@ class Arguments:
             # Otherwise transformers would warn that they are ignored.
             options["return_dict_in_generate"] = True
         pad_token, inferred = _padding(*sources)
+        ends, pad = (_first(name, sources) for name in ("eos_token_id", "pad_token_id"))
+        if isinstance(ends, list | tuple) and not ends and pad is None:
+            # transformers would pad with the first end token, and there is none.
+            options["pad_token_id"] = pad_token
         prompts = prompts_of(target, tokenizer, inputs, input_ids, attention_mask, pad_token, inferred)
         criteria = StoppingCriteriaList(checked("stopping_criteria", criteria) or ())
         strings = strings or next((own["stop_strings"] for own in sources if own.get("stop_strings")), None)
