@@ -206,9 +206,10 @@ class GridRun:
             return False
         self.limit.say(f"{self.file.mine['settings']['model']}: loading ...")
         engine = self._engine()
-        # Prompts of as many levels together: they share a program, which takes long to capture.
+        # Prompts of as many levels together: they share a program, which takes long to capture. Those of
+        # fewer levels come first, because the program of more levels serves them too.
         levels = {context: engine.levels(context) for context in contexts}
-        missing.sort(key=lambda cell: -levels[cell[1]])
+        missing.sort(key=lambda cell: levels[cell[1]])
         try:
             return all(self._text(engine, source, context, static) for source, context in missing)
         finally:

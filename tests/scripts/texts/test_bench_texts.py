@@ -82,7 +82,7 @@ def test_contexts_of_as_many_levels_are_measured_together(
     )
     assert run.measure()
     cells = [(s["text"], s["context"]) for s in run.file.samples if s["method"] == "triforce"]
-    assert cells == [(source.name, context) for context in (200, 96) for source in sources]
+    assert cells == [(source.name, context) for context in (96, 200) for source in sources]
     levels = {row["context"]: row["chosen"]["levels"] for row in run.file.rows}
     assert levels == {200: 3, 96: 2}
 
