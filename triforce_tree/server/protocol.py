@@ -4,6 +4,7 @@ Nothing here imports torch, so that the processes that read requests start quick
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -188,7 +189,7 @@ def request_of(given: dict[str, Any], chat: bool) -> ChatRequest | CompletionReq
         chosen, offered, template = fields.messages(), offer(fields.take), fields.template()
         fields.flag("echo", only=False)
         fields.end()
-        _check_least(shared["min_tokens"], limit)
+        check_least(shared["min_tokens"], limit)
         return ChatRequest(
             **shared, limit=limit, alternatives=top if shown else None, messages=chosen, offer=offered,
             template=template,
@@ -197,11 +198,12 @@ def request_of(given: dict[str, Any], chat: bool) -> ChatRequest | CompletionReq
     alternatives = fields.whole("logprobs", None, 0, MOST_TOP_LOGPROBS)
     prompts, echo = fields.prompts(), fields.flag("echo")
     fields.end()
-    _check_least(shared["min_tokens"], limit)
+    check_least(shared["min_tokens"], limit)
     return CompletionRequest(**shared, limit=limit, alternatives=alternatives, prompts=prompts, echo=echo)
 
 
-def _check_least(least: int, most: int | None) -> None:
+def check_least(least: int, most: int | None) -> None:
+    """Refuses ``min_tokens`` above the most new tokens, where these are known."""
     if most is not None and least > most:
         raise RefusedError(
             f"min_tokens={least} exceeds the limit of {most} new tokens; give less",
@@ -216,13 +218,15 @@ def parsed(body: bytes) -> dict[str, Any]:
         RefusedError: the body is no JSON object.
     """
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as problem:
         why = f"{problem.msg} at byte {problem.pos}"
     except UnicodeDecodeError as problem:
         why = f"no UTF-8 at byte {problem.start}"
     except RecursionError:
         why = "lists or objects are nested too deeply"
+    except _NotFiniteError as problem:
+        why = f"{problem} is no finite number"
     except ValueError:  # Python limits the digits of a number
         why = "a number has thousands of digits"
     else:
@@ -230,6 +234,16 @@ def parsed(body: bytes) -> dict[str, Any]:
             return given
         raise RefusedError("the body is no JSON object; send one, with Content-Type application/json")
     raise RefusedError(f"the body is no JSON ({why}); send an object")
+
+
+class _NotFiniteError(ValueError):
+    """A number is infinite, or is none, which JSON does not have."""
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise _NotFiniteError(shown(text))
+    return value
 
 
 class _Fields:

@@ -17,7 +17,7 @@ from triforce_tree.runtime.token_ids import listed_ids
 from triforce_tree.server.errors import LateError, client_message
 from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.outbox import Outbox, Pieces
-from triforce_tree.server.protocol import CompletionRequest
+from triforce_tree.server.protocol import CompletionRequest, check_least
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Answered, Read, Route
 from triforce_tree.server.refusals import RefusedError
@@ -143,6 +143,7 @@ class Service:
             new = asked.limit or max(1, left)
             if new > most:
                 raise RefusedError(f"{new} new tokens are more than the {most} that this server generates")
+            check_least(asked.min_tokens, new)
             try:
                 target.check_length(len(ids), new)
             except ValueError as problem:  # the message contains only lengths, no prompt
