@@ -133,6 +133,10 @@ def test_speculation_is_reported(client: openai.OpenAI, engine: Engine) -> None:
     assert short.choices[0].text == expected(engine, 20)
     assert short.usage.speculation["length"] == 8
     assert getattr(complete(client, 3).usage, "speculation", None) is None
+    made = client.responses.create(
+        model=NAME, input="a", max_output_tokens=5, temperature=0, extra_body={"speculation": "off"}
+    )
+    assert made.usage.speculation == {"levels": 1, "passes": 5}
 
 
 FIELDS: list[dict[str, Any]] = [

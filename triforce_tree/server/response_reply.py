@@ -89,6 +89,7 @@ class ResponseReply:
                     "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
                 },
                 "total_tokens": counts["total_tokens"],
+                **({"speculation": counts["speculation"]} if "speculation" in counts else {}),
             },
         }  # fmt: skip
 
