@@ -145,6 +145,16 @@ def test_a_conversation_goes_on_from_its_states() -> None:
         assert new == greedy(target, before, 9)
 
 
+@pytest.mark.parametrize("family", ["jamba", "qwen3.5"])
+def test_a_prompt_of_one_token_has_no_states_of_an_earlier_text(family: str) -> None:
+    """Nothing is prefilled for it, and the states are cleared nevertheless."""
+    engine = triforce_tree.load(model(family), None, offload=True, levels=1)
+    engine.generate(PROMPTS[0], max_new_tokens=9, do_sample=False)
+    for prompt in ([5], PROMPTS[0][:1], PROMPTS[1][:2]):
+        out = engine.generate(prompt, max_new_tokens=9, do_sample=False)
+        assert out.sequences[0, len(prompt) :].tolist() == greedy(model(family), prompt, 9)
+
+
 def test_memory_of_the_states_is_planned() -> None:
     target = HFModel(model("granite-4"))
     config = HierarchyConfig.from_options(offload=True, levels=1, tree="chain:1")

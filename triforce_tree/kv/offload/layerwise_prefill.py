@@ -273,11 +273,12 @@ def prefill_by_layers(
         features: which hidden states a drafter reads, see ``keep_hidden``.
         keep: called with an element of ``features``, the position of a chunk, and its states ``[1, T, H]``.
     """
+    rings = sink.rings()  # clears the states of an earlier text, of a prompt of one token as well
     if not tokens:
         return
     whole = any(index is not None for index in sink.host_layers)
     buffer = sink.buffer(len(tokens)) if whole else None
-    cache = _LayerKV(buffer, sink.rings())
+    cache = _LayerKV(buffer, rings)
     calls = _Calls(decoder_layers(model.running), states or DeviceStates(), model.layer_outputs)
     starts = range(first, len(tokens), chunk)
     with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
