@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from triforce_tree.models.model_copy import text_decoder
-
 Keep = Callable[[int, Tensor], None]
 
 
@@ -28,7 +26,7 @@ def keep_hidden(
     """
     handles = []
     for index in sorted({*features}):
-        module = layers[index] if index < len(layers) else _decoder(model)
+        module = layers[index] if index < len(layers) else _parent(model, layers)
         handles.append(module.register_forward_hook(partial(_pass_on, keep, index)))
     return handles
 
@@ -49,9 +47,11 @@ def hidden_states(
             handle.remove()
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    decoder = text_decoder(model)
-    return model.base_model if decoder is model else decoder
+def _parent(model: PreTrainedModel, layers: nn.ModuleList) -> nn.Module:
+    """Returns the module that applies the layers and then the final norm. What transformers' ``get_decoder``
+    returns may have a language model head as well, as for Llama 4.
+    """
+    return next(module for module in model.modules() if any(child is layers for child in module.children()))
 
 
 def _pass_on(keep: Keep, index: int, module: nn.Module, args: Any, output: Any) -> None:

@@ -87,6 +87,14 @@ def test_published_formats(written: dict[str, object], tmp_path: Path) -> None:
     assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
 
 
+def test_the_last_state_of_llama_4_is_read(tmp_path: Path) -> None:
+    """transformers finds no decoder inside this class, whose own output is logits."""
+    target = tiny("llama4")
+    engine = triforce_tree.load(target, drafter=medusa_folder(tmp_path, target), levels=2)
+    out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == greedy(target, PROMPTS[0], NEW)
+
+
 def test_no_code_of_a_pickle_is_run(tmp_path: Path) -> None:
     class Harmful:
         def __reduce__(self) -> object:
