@@ -124,6 +124,9 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         triforce_tree.load(TARGET, drafter=folder, tree="chain:4")
     with pytest.raises(ValueError, match="uses no draft model, and one was given"):
         triforce_tree.load(TARGET, TARGET, drafter=folder)
+    (folder / "config.json").write_text(json.dumps({"medusa_scale": 0.5}))
+    with pytest.raises(ValueError, match=r"has the field medusa_scale=0.5, which is not known"):
+        Medusa(folder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
     with pytest.raises(ValueError, match=r"medusa_num_heads=5 in .* must be 1 to 3, as its weights are"):
         Medusa(folder)

@@ -10,12 +10,18 @@ from torch import Tensor
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import GrowingDrafter
+from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field
 from triforce_tree.drafters.registry import MEDUSA, settings
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
+
+# Sizes are those of the tensors; ``version`` is that of the program that wrote the folder.
+_READ = frozenset([
+    "base_model_name_or_path", "hidden_size", "medusa_num_heads", "medusa_num_layers", "version",
+])  # fmt: skip
 
 
 class Medusa(GrowingDrafter):
@@ -48,10 +54,12 @@ class Medusa(GrowingDrafter):
         self._weights = HeadWeights(self.folder, MEDUSA, lambda name: name.removeprefix("medusa_head."))
         found = {int(name.split(".")[0]) for name in self._weights if name.split(".")[0].isdigit()}
         config = settings(self.folder)
+        for name, value in config.items():
+            check_field(self.folder, name, value, WITHOUT_EFFECT | _READ, {})
         self.heads = config.get("medusa_num_heads", len(found))
         self.layers = config.get("medusa_num_layers", 1)
         for name, value, most in (("heads", self.heads, len(found)), ("layers", self.layers, 64)):
-            if not isinstance(value, int) or not 0 < value <= most:
+            if type(value) is not int or not 0 < value <= most:
                 raise ValueError(
                     f"medusa_num_{name}={value!r} in {str(self.folder)!r} must be 1 to {most}, as its "
                     "weights are; copy or download them again"
