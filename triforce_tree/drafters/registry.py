@@ -25,6 +25,10 @@ MUSE = "muse_glimmer_assistant"
 """The model type of transformers' own block drafter."""
 
 
+PARTS = ("dflash_config", "eagle_config", "transformer_layer_config")
+"""The fields of ``config.json`` that hold further fields."""
+
+
 class Format(NamedTuple):
     """One kind of trained drafter.
 
@@ -78,7 +82,7 @@ def settings(folder: Path) -> dict[str, Any]:
     """Returns the contents of ``config.json``; empty if there is no such file.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or one of its parts has another form.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -89,6 +93,14 @@ def settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}); copy or download it again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no JSON object; copy or download it again")
+    for name in PARTS:
+        if not isinstance(config.get(name), dict | None):
+            raise ValueError(
+                f"{name}={config[name]!r} in {str(path)!r} must be an object; remove or repair it"
+            )
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures={names!r} in {str(path)!r} must be a list of names; repair it")
     return config
 
 

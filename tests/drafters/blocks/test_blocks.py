@@ -400,7 +400,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "the last layer": ({"dflash": {"target_layer_ids": [0, 2]}}, r"of layers \[0, 2\], and must read some"),
     "another target": ({"dflash": {"target_hidden_size": 64}}, "trained for a target of 64, and this one"),
     "mask token": ({"dflash": {"mask_token_id": 64}}, "mask_token_id=64 in .* is not in the target's"),
-    "no mask token": ({"dflash": {"mask_token_id": None}}, "mask_token_id=None in .* must be at least"),
+    "no mask token": ({"dflash": {"mask_token_id": None}}, "mask_token_id=None in .* must be 2 to"),
     "no head_dim": ({"head_dim": None}, "lacks head_dim; give the whole folder"),
     "no rope": ({"rope_theta": None}, "lacks rope_theta; give the whole folder"),
     "another architecture": ({"architectures": ["Gemma4DSparkModel"]}, "of the kind Gemma4DSparkModel; supp"),
@@ -422,6 +422,11 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [0]},
         r"aux_hidden_state_layer_ids=\[0\] in .* must name decoder layers",
     ),
+    "causality by a word": ({"is_causal": "false"}, "is_causal='false' in .* is not supported"),
+    "a part of another form": ({"transformer_layer_config": 5}, "layer_config=5 in .* must be an object"),
+    "too many layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers=10+ in .* from 1 to 1024"),
+    "a long block": ({"block_size": 10**12}, "block_size=10+ and .* must be 2 to 1024"),
+    "no list of layers": ({"dflash": {"target_layer_ids": 1}}, "target_layer_ids=1 in .* is not supported"),
     "a draft vocabulary": ({"extra": {"lm_head.weight": (40, 32)}}, "lack d2t"),
 }  # fmt: skip
 

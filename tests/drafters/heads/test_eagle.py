@@ -205,6 +205,23 @@ UNKNOWN: dict[str, tuple[dict[str, object], str]] = {
         "attends to the newest 100 tokens, fewer than sinks=4, window=512 .* set window to at most 91",
     ),
     "another target": ({"target_hidden_size": 64}, "for a target of hidden size 64, and this one has 32"),
+    "an unknown inner field": ({"eagle_config": {"use_lstm": True}}, "has the field use_lstm=True, which is"),
+    "a norm of its own": (
+        {"eagle_config": {"use_mtp_layernorm": True}}, "has the field use_mtp_layernorm=True, which is not"
+    ),
+    "a switch that is no switch": ({"norm_output": "false"}, "norm_output='false' in .* is not supported"),
+    "a part of another form": ({"eagle_config": [1, 2]}, r"eagle_config=\[1, 2\] in .* must be an object"),
+    "names of another form": ({"architectures": 5}, "architectures=5 in .* must be a list of names"),
+    "a layer of another kind": (
+        {"layer_types": ["linear_attention"]}, r"layer_types=\['linear_attention'\] in .* is not supported"
+    ),
+    "layers of another form": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids=2 in .* is not supported"
+    ),
+    "no KV heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0 in .* must be an integer from 1"),
+    "rotation by a word": ({"rope_theta": "x"}, "cannot be used"),
+    "no rotation": ({"rope_theta": 0}, "give no finite frequencies"),
+    "epsilon": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan in .* must be a positive number"),
     "no inner states": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
 }  # fmt: skip
 
@@ -215,6 +232,18 @@ def test_what_would_not_be_computed_is_refused_by_name(name: str, tmp_path: Path
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         triforce_tree.load(TARGET, drafter=folder)
+
+
+def test_no_field_is_passed_over_where_it_stands(tmp_path: Path) -> None:
+    """Fields of the layer and of the head may stand in any part, and parts must not contradict each other."""
+    folder = eagle_folder(tmp_path, TARGET, speculators=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["norm_output"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Eagle3(folder).format.norm_output
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"has rms_norm_eps=0.5 and rms_norm_eps=1e-05; which one holds"):
+        Eagle3(folder)
 
 
 def _without_normed_residual(layer: EagleLayer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, layers_of
+from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, flat, layers_of
 from triforce_tree.drafters.registry import CONFIG, MASK_EMBEDDING, MUSE, settings
 
 # The confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
@@ -28,7 +28,6 @@ _WITHOUT_EFFECT = WITHOUT_EFFECT | {
     "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head", "mask_token",
     "num_anchors",
 }  # fmt: skip
-_PARTS = ("dflash_config", "transformer_layer_config")
 # Fields of the decoder layers that z-lab's and DeepSpec's layouts must name.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -39,10 +38,8 @@ _LAYER = (
     "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window",
 )  # fmt: skip
 _READ = frozenset([
-    *_LAYER, "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "is_causal",
-    "markov_head_type", "markov_rank", "mask_token_id", "num_target_layers", "sample_from_anchor",
-    "sliding_window_non_causal", "speculators_model_type", "swa_window_size", "target_hidden_size",
-    "target_layer_ids",
+    *_LAYER, "block_size", "markov_head_type", "mask_token_id", "num_target_layers",
+    "speculators_model_type", "swa_window_size", "target_hidden_size",
 ])  # fmt: skip
 _OF_DFLASH2 = (
     "conv_group_size", "conv_kernel_size", "final_logit_softcapping", "input_embedding_scale",
@@ -50,11 +47,20 @@ _OF_DFLASH2 = (
 )  # fmt: skip
 # Fields that may have some values only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("causal", "causal_head", "is_causal", "sample_from_anchor", "sliding_window_non_causal"),
+        lambda value: isinstance(value, bool),
+    ),
+    **dict.fromkeys(
+        ("aux_hidden_state_layer_ids", "target_layer_ids"), lambda value: isinstance(value, list)
+    ),
     "attention_mode": lambda value: value in ("gqa", "mha"),
+    "markov_rank": lambda value: type(value) is int and 0 <= value <= 2**16,
     "is_neox_style": lambda value: value is True,
     "projector_type": lambda value: value in ("dflash", "dspark"),
     "rope_is_neox_style": lambda value: value is True,
 }
+_MOST = 1024  # slots of a block
 _SLIDING = "sliding_attention"
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
@@ -156,7 +162,7 @@ class _Reader:
             )
         self.muse = self.config.get("model_type") == MUSE
         self.second = _DFLASH2 in names
-        self.fields = self._flat()
+        self.fields = flat(folder, self.config)
         self.spark = any(name in _DSPARK for name in names) or self.fields.get("projector_type") == "dspark"
         known = _WITHOUT_EFFECT | _READ | frozenset(_OF_DFLASH2 if self.second else ())
         for name, value in self.fields.items():
@@ -168,10 +174,10 @@ class _Reader:
     def format(self) -> BlockFormat:
         fields = self.fields
         block, mask = fields.get("block_size"), fields.get("mask_token_id")
-        if not isinstance(block, int) or block < 2 or not isinstance(mask, int) or mask < 0:
+        if type(block) is not int or not 2 <= block <= _MOST or type(mask) is not int or mask < 0:
             raise ValueError(
-                f"block_size={block!r} and mask_token_id={mask!r} in {self.path!r} must be at least 2 and 0; "
-                "give the whole folder of a block drafter"
+                f"block_size={block!r} and mask_token_id={mask!r} in {self.path!r} must be 2 to {_MOST} and "
+                "at least 0; give the whole folder of a block drafter"
             )
         sliding = self._sliding()
         # transformers counts the distance itself, as speculators do from slot 0; the others count the slot.
@@ -187,21 +193,6 @@ class _Reader:
             markov=self._markov(),
             **self._dflash2(),
         )  # fmt: skip
-
-    def _flat(self) -> dict[str, Any]:
-        """Returns the fields of ``config.json`` and of its parts in one mapping, without empty ones."""
-        flat: dict[str, Any] = {}
-        for part in (self.config, *(self.config.get(name) or {} for name in _PARTS)):
-            for name, value in part.items():
-                if value is None or name in _PARTS:
-                    continue
-                if name not in _WITHOUT_EFFECT and flat.get(name, value) != value:
-                    raise ValueError(
-                        f"{self.path!r} has {name}={flat[name]!r} and {name}={value!r}; which one holds is "
-                        "not known"
-                    )
-                flat[name] = value
-        return flat
 
     def _layers(self) -> Any:
         fields = self.fields
@@ -304,7 +295,7 @@ class _Reader:
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         taps, group, rank, candidates = (fields.get(name) for name in names)
         sizes = [taps, group, rank, candidates]
-        if not all(isinstance(size, int) and size > 0 for size in sizes) or self.layers.hidden_size % group:
+        if not all(type(size) is int and size > 0 for size in sizes) or self.layers.hidden_size % group:
             given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(
                 f"{given} in {self.path!r} must be positive, and conv_group_size must divide hidden_size="

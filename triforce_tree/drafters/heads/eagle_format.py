@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, layers_of
+from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, flat, layers_of
 from triforce_tree.drafters.registry import CONFIG, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
@@ -21,18 +21,30 @@ from triforce_tree.drafters.registry import CONFIG, settings
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _READ = frozenset([
-    "eagle_aux_hidden_state_layer_ids", "eagle_config", "head_dim", "hidden_size", "intermediate_size",
-    "layer_types", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
-    "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size", "transformer_layer_config",
-    "use_sliding_window", *_SWITCHES,
+    "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "target_hidden_size",
+    "use_sliding_window",
     # The tensors say which biases there are. No frequency depends on the length that was trained.
     "attention_bias", "max_position_embeddings", "speculators_model_type",
+    # These describe layers and heads that a head of one layer and one step does not have.
+    "next_layer_regular", "parallel_draft_heads_num_layers",
 ])  # fmt: skip
 # Names of the mask token of P-EAGLE heads.
 _PARALLEL = ("mask_token_id", "ptd_token_id", "pard_token")
 # Fields that may have one value only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
+    "eagle_aux_hidden_state_layer_ids": lambda value: isinstance(value, list),
+    "layer_types": lambda value: (
+        isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
+    ),
     "num_hidden_layers": lambda value: value == 1,
+    "sliding_window": lambda value: value is False or type(value) is int,
+    **dict.fromkeys(_SWITCHES, lambda value: isinstance(value, bool)),
+    # Model Optimizer writes these to eagle_config.
+    "parallel_draft_step": lambda value: value == 1,
+    "use_aux_hidden_state": lambda value: value is True,
+    "use_input_layernorm_in_first_layer": lambda value: value is True,
+    "use_last_layernorm": lambda value: value is True,
 }
 
 
@@ -78,12 +90,11 @@ def eagle_format(folder: Path) -> EagleFormat:
             and may change what the head computes.
     """
     config = settings(folder)
-    nested = config.get("transformer_layer_config")
-    fields = dict(nested) if isinstance(nested, Mapping) else config
+    fields = flat(folder, config)
     if "hidden_size" not in fields:
         raise ValueError(f"{str(folder)!r} has no {CONFIG} with a hidden_size; give the whole folder")
-    kind = config.get("speculators_model_type", "eagle3")
-    if kind == "peagle" or any(config.get(name) is not None for name in _PARALLEL):
+    kind = fields.get("speculators_model_type", "eagle3")
+    if kind == "peagle" or any(name in fields for name in _PARALLEL):
         raise ValueError(
             f"{str(folder)!r} holds a P-EAGLE head, which predicts all depths in one forward by mask tokens, "
             f"here through {fields.get('num_hidden_layers', 1)} layers; supported are heads of one layer "
@@ -91,24 +102,21 @@ def eagle_format(folder: Path) -> EagleFormat:
         )
     if kind != "eagle3":
         raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
-    for name, value in {**config, **fields}.items():
-        check_field(folder, name, value, WITHOUT_EFFECT | _READ, _FIXED)
-    inner: Any = config.get("eagle_config") or {}
-    if inner.get("use_aux_hidden_state") is False:
+    if fields.get("use_aux_hidden_state") is False:
         raise ValueError(
             f"the head in {str(folder)!r} reads no hidden states of inner layers (use_aux_hidden_state is "
             "false), and is no EAGLE-3 head"
         )
-    key = "eagle_aux_hidden_state_layer_ids"
-    inputs = inner.get(key) or config.get(key)
-    switches = {name: bool(config.get(name)) for name in _SWITCHES}
+    for name, value in fields.items():
+        check_field(folder, name, value, WITHOUT_EFFECT | _READ, _FIXED)
+    switches = {name: fields.get(name, False) for name in _SWITCHES}
     if switches["norm_before_fc"] and switches["fc_norm"]:
         raise ValueError(
             f"norm_before_fc and fc_norm in {str(folder)!r} exclude each other; one must be false"
         )
-    layer = _layer(folder, fields)
+    layer, inputs = _layer(folder, fields), fields.get("eagle_aux_hidden_state_layer_ids")
     return EagleFormat(
-        layer, tuple(inputs) if inputs else None, config.get("target_hidden_size"),
+        layer, tuple(inputs) if inputs else None, fields.get("target_hidden_size"),
         _sliding_window(layer, fields), **switches,
     )  # fmt: skip
 

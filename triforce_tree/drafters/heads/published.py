@@ -1,5 +1,6 @@
 """What readers of published drafters share: checks of configurations, and of results against references."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from triforce_tree.drafters.registry import CONFIG
+from triforce_tree.drafters.registry import CONFIG, PARTS
 
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of the sequence."""
@@ -21,12 +23,37 @@ WITHOUT_EFFECT = frozenset([
     "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 ])  # fmt: skip
 """Fields that change nothing in the computation, or only repeat what other fields or the tensors say."""
+# Upper limits of sizes, so that a wrong one is refused before anything of that size is made.
+_MOST = {
+    "hidden_size": 2**20, "intermediate_size": 2**24, "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16,
+}  # fmt: skip
 # Fields that may have some values only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "hidden_act": lambda value: value in ("silu", "swish"),
     "logit_scale": lambda value: value == 1,
     "partial_rotary_factor": lambda value: value == 1,
 }
+
+
+def flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of ``config.json`` and of its parts in one mapping, without empty ones.
+
+    Raises:
+        ValueError: two parts have different values of a field that has an effect.
+    """
+    found: dict[str, Any] = {}
+    for part in (config, *(config.get(name) or {} for name in PARTS)):
+        for name, value in part.items():
+            if value is None or value == [] or name in PARTS:
+                continue
+            if name in found and name not in WITHOUT_EFFECT and found[name] != value:
+                raise ValueError(
+                    f"{str(folder / CONFIG)!r} has {name}={found[name]!r} and {name}={value!r}; which one "
+                    "holds is not known"
+                )
+            found[name] = value
+    return found
 
 
 def check_field(
@@ -55,20 +82,46 @@ def layers_of(folder: Path, family: str, fields: Mapping[str, Any]) -> Any:
     """Returns the decoder layers of a drafter as a configuration of transformers.
 
     Raises:
-        ValueError: values cannot be used, or frequencies of rotary embeddings depend on the length of the
-            sequence.
+        ValueError: values cannot be used, or frequencies of rotary embeddings are not finite or depend on the
+            length of the sequence.
     """
+    for name, most in _MOST.items():
+        value = fields.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(
+                f"{name}={value!r} in {str(folder / CONFIG)!r} must be an integer from 1 to {most}"
+            )
+    if not _positive(epsilon := fields.get("rms_norm_eps", 1e-6)):
+        raise ValueError(f"rms_norm_eps={epsilon!r} in {str(folder / CONFIG)!r} must be a positive number")
     try:
         layers: Any = CONFIG_MAPPING[family](**fields)
         rope = layers.rope_parameters["rope_type"]
     except Exception as error:  # third-party code may raise anything on values of unknown origin
-        why = " ".join(str(error).split())[:160]
-        raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
+        raise _unusable(folder, error) from error
     if rope not in ROPES:
         raise ValueError(
             f"rope_type={rope!r} in {str(folder)!r} is not supported; known are {', '.join(ROPES)}"
         )
+    try:
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(layers)
+        rotates = bool(rotary.inv_freq.isfinite().all()) and _positive(rotary.attention_scaling)
+    except Exception as error:  # as above
+        raise _unusable(folder, error) from error
+    if not rotates:
+        raise ValueError(
+            f"rope_parameters={layers.rope_parameters} by {str(folder / CONFIG)!r} give no finite frequencies"
+        )
     return layers
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _unusable(folder: Path, error: Exception) -> ValueError:
+    why = " ".join(str(error).split())[:160]
+    return ValueError(f"config.json in {str(folder)!r} cannot be used ({why})")
 
 
 def check_equal(
