@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import triforce_tree
@@ -93,6 +93,21 @@ def test_the_last_state_of_llama_4_is_read(tmp_path: Path) -> None:
     engine = triforce_tree.load(target, drafter=medusa_folder(tmp_path, target), levels=2)
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == greedy(target, PROMPTS[0], NEW)
+
+
+def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    folder, name = medusa_folder(tmp_path, TARGET), "0.0.linear.weight"
+    weights = load_file(folder / "medusa_lm_head.safetensors")
+    for wrong, message in (
+        (weights[name].to(torch.int8), "0.0.linear.weight in .* is torch.int8, and must hold floating-point"),
+        (weights[name] * torch.nan, "0.0.linear.weight in .* has numbers that are not finite"),
+    ):
+        save_file({**weights, name: wrong}, folder / "medusa_lm_head.safetensors")
+        with pytest.raises(ValueError, match=message):
+            triforce_tree.load(TARGET, drafter=folder)
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, folder / "medusa_lm_head.safetensors")
+    out = triforce_tree.load(TARGET, drafter=folder).generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
 
 
 def test_no_code_of_a_pickle_is_run(tmp_path: Path) -> None:

@@ -53,10 +53,11 @@ class HeadWeights:
         return iter(self.tensors)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Returns one tensor after a check of its shape, in which -1 means any size.
+        """Returns one tensor after a check of its numbers and of its shape, in which -1 means any size.
 
         Raises:
-            ValueError: the tensor is missing or has another shape.
+            ValueError: the tensor is missing, has another shape, or holds numbers of another kind or such as
+                are not finite.
         """
         if name not in self.tensors:
             raise ValueError(f"the heads in {str(self.folder)!r} lack {name}; copy or download them again")
@@ -69,6 +70,17 @@ class HeadWeights:
             raise ValueError(
                 f"{name} in {str(self.folder)!r} is {list(found.shape)}, and for this target it must be "
                 f"{wanted}; give heads that were trained for this target"
+            )
+        whole = name == "d2t"
+        if found.is_floating_point() == whole:
+            kind = "whole" if whole else "floating-point"
+            raise ValueError(
+                f"{name} in {str(self.folder)!r} is {found.dtype}, and must hold {kind} numbers; give heads "
+                "that are not quantised"
+            )
+        if not (found.float() if found.element_size() == 1 else found).isfinite().all():
+            raise ValueError(
+                f"{name} in {str(self.folder)!r} has numbers that are not finite; copy or download it again"
             )
         return found
 

@@ -75,7 +75,7 @@ class Medusa(GrowingDrafter):
 
         def stacked(name: str, *shape: int) -> Tensor:
             parts = [self._weights.take(f"{k}.{name}", *shape) for k in range(self._depth)]
-            return torch.stack(parts).to(target.device, target.dtype)
+            return torch.stack([part.to(target.device, target.dtype) for part in parts])
 
         for layer in range(self.layers):
             weight = stacked(f"{layer}.linear.weight", size, size)
