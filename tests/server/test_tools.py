@@ -585,6 +585,9 @@ def test_metrics_have_the_names_of_vllm(own: openai.OpenAI, address: str) -> Non
     label = f'{{model_name="{NAME}"}}'
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:"))
     assert float(values[f"vllm:generation_tokens_total{label}"]) == metric(address, "new_tokens_total")
+    assert float(values[f"vllm:prefix_cache_queries_total{label}"]) == metric(address, "prompt_tokens_total")
+    assert float(values[f"vllm:spec_decode_num_drafts_total{label}"]) > 0
+    assert float(values[f"vllm:request_time_per_output_token_seconds_count{label}"]) > 0
     assert float(values[f"vllm:num_requests_running{label}"]) >= 0
     assert float(values[f"vllm:time_to_first_token_seconds_count{label}"]) > 0
     assert f'vllm:e2e_request_latency_seconds_bucket{{le="+Inf",model_name="{NAME}"}}' in values

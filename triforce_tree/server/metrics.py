@@ -21,20 +21,22 @@ from triforce_tree.server.scheduler import Scheduler, ServedText
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
-# The metrics that vLLM has under other names.
+# The names that metrics have at vLLM.
 _VLLM = {
-    "running_sequences": "num_requests_running",
-    "waiting_sequences": "num_requests_waiting",
-    "prompt_tokens": "prompt_tokens",
-    "new_tokens": "generation_tokens",
-    "reused_tokens": "prefix_cache_hits",
-    "proposed_tokens": "spec_decode_num_draft_tokens",
-    "accepted_tokens": "spec_decode_num_accepted_tokens",
-    "first_token_seconds": "time_to_first_token_seconds",
-    "inter_token_seconds": "inter_token_latency_seconds",
-    "sequence_seconds": "e2e_request_latency_seconds",
-    "queue_seconds": "request_queue_time_seconds",
-    "prefill_seconds": "request_prefill_time_seconds",
+    "running_sequences": ["num_requests_running"],
+    "waiting_sequences": ["num_requests_waiting"],
+    "prompt_tokens": ["prompt_tokens", "prefix_cache_queries"],
+    "new_tokens": ["generation_tokens"],
+    "reused_tokens": ["prefix_cache_hits"],
+    "proposed_tokens": ["spec_decode_num_draft_tokens"],
+    "accepted_tokens": ["spec_decode_num_accepted_tokens"],
+    "sequence_passes": ["spec_decode_num_drafts"],
+    "first_token_seconds": ["time_to_first_token_seconds"],
+    "inter_token_seconds": ["inter_token_latency_seconds"],
+    "token_seconds": ["request_time_per_output_token_seconds"],
+    "sequence_seconds": ["e2e_request_latency_seconds"],
+    "queue_seconds": ["request_queue_time_seconds"],
+    "prefill_seconds": ["request_prefill_time_seconds"],
 }
 
 
@@ -47,14 +49,13 @@ class _AsVLLM(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
             own = metric.name.removeprefix("triforce_tree_")
-            if own not in _VLLM:
-                continue
-            name = f"vllm:{_VLLM[own]}"
-            named = Metric(name, metric.documentation, metric.type)
-            for sample in metric.samples:
-                end = sample.name.removeprefix(metric.name)
-                named.add_sample(f"{name}{end}", {**sample.labels, "model_name": self._model}, sample.value)
-            yield named
+            for name in (f"vllm:{theirs}" for theirs in _VLLM.get(own, ())):
+                named = Metric(name, metric.documentation, metric.type)
+                for sample in metric.samples:
+                    end = sample.name.removeprefix(metric.name)
+                    labels = {**sample.labels, "model_name": self._model}
+                    named.add_sample(f"{name}{end}", labels, sample.value)
+                yield named
 
 
 class Totals(NamedTuple):
