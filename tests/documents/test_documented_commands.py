@@ -101,6 +101,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 WRITTEN = re.compile(r"(?:> |--out |--plot |\.save\(\")(?!docs/|texts\.json)([a-z][\w./-]*)")
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda p: p.stem)
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:docs|examples|scripts|tests|triforce_tree)/[\w/.-]+)`", page.read_text("utf-8"))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_what_commands_write_into_a_checkout_is_ignored_by_git() -> None:
     pages = [page for page in PAGES if page.parent.name in ("guides", ROOT.name)]
     pages += [ROOT / "docs" / name for name in ("benchmarks.md", "python.md", "sessions.md")]
