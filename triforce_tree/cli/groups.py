@@ -234,8 +234,8 @@ def add_seed_and_out(parser: argparse.ArgumentParser, drawn: str = "all draws") 
     parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
     parser.add_argument(
         "--out",
-        help="JSON-lines file for the measurements, with a table (.md) and a plot (.png) beside it; an "
-        "interrupted run continues with the same file",
+        help="JSON-lines file for the measurements, with a table (.md) beside it; an interrupted run "
+        "continues with the same file",
     )
 
 

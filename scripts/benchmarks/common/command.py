@@ -31,7 +31,7 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument(
-        "--out", type=Path, help="where results go; without it docs/results, or nowhere if tiny"
+        "--out", type=Path, help="folder for the results; without it docs/results, or none with --tiny"
     )
     made.add_argument("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
     if tiny:
