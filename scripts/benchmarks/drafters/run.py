@@ -35,6 +35,7 @@ from scripts.benchmarks.texts.command import (
     grid_of,
     grid_parser,
     measure_grid,
+    parsed,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
@@ -71,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--target", default=str(EMBEDDED / "target"), help="folder or GGUF file that they were trained for")
     add("--draft", default=str(EMBEDDED / "draft"), help="folder of its draft, or none")
     made.set_defaults(seeds=1)
-    args = made.parse_args(words)
+    args = parsed(made, words)
     device = device_for_shapes(made, args)
     try:
         digests = {name: digest_of(folder) for name, folder in args.drafters}

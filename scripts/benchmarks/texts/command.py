@@ -40,6 +40,7 @@ PAIR = "pair"
 SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}
 
 _CPU_PAIRS = 5
+_TINY_CONTEXT = 1024
 
 
 def measure(
@@ -60,7 +61,7 @@ def measure(
             steady.
     """
     made = grid_parser(name, doc, contexts, SHAPES, ["7b", "8b"])
-    args = made.parse_args(words)
+    args = parsed(made, words)
     device = device_for_shapes(made, args)
     if args.pairs is None and paired:
         args.pairs = _CPU_PAIRS if device.type == "cpu" else 1
@@ -187,6 +188,15 @@ def grid_parser(
         help="engine options",
     )
     return made
+
+
+def parsed(made: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the arguments; prompts of a tiny run are short by default."""
+    args = made.parse_args(words)
+    if args.tiny:
+        made.set_defaults(contexts=[_TINY_CONTEXT])
+        args = made.parse_args(words)
+    return args
 
 
 def texts_parser(name: str, doc: str | None, contexts: Sequence[int]) -> argparse.ArgumentParser:

@@ -17,6 +17,14 @@ def test_other_options_are_a_part_of_their_own(script: Any, tmp_path: Path) -> N
     assert parts == [("pair", False), ("pair-gpu_memory-24GiB-offload-True", True)]
 
 
+def test_prompts_of_a_tiny_run_are_short_unless_they_are_given(script: Any) -> None:
+    command = script("benchmarks.texts.command")
+    cases = {"": 122_880, "--tiny": 1024, "--tiny --contexts 122880": 122_880}
+    for words, context in cases.items():
+        made = command.grid_parser("any_text", "", (122_880,), command.SHAPES, ["pair"])
+        assert command.parsed(made, words.split()).contexts == [context], words
+
+
 def test_tables_keep_them_apart(script: Any) -> None:
     texts, front = script("benchmarks.texts.tables"), script("benchmarks.front")
     row = {
