@@ -38,6 +38,7 @@ class MadeUp:
         self.most = self.running = 0
         routes = [
             Route("/v1/models", lambda request: JSONResponse({"data": [{"id": "made-up"}]})),
+            Route("/locked/models", lambda request: JSONResponse({"error": {"message": "no key"}}, 401)),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
         ]
@@ -262,6 +263,17 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
         code, err = int(str(ended.code)), capsys.readouterr().err
     assert code == 2
     assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"), [("", "give --url up to /v1"), ("/locked", "set OPENAI_API_KEY")]
+)
+def test_a_wrong_path_or_key_is_named(
+    url: str, capsys: pytest.CaptureFixture[str], path: str, remedy: str
+) -> None:
+    code, _, err = run(capsys, "bench", "serve", "--url", url.removesuffix("/v1") + path)
+    assert code == 2
+    assert remedy in err.splitlines()[-1]
 
 
 def test_a_server_that_refuses_everything_is_a_failure(url: str, capsys: pytest.CaptureFixture[str]) -> None:

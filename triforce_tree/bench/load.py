@@ -170,14 +170,17 @@ async def model_of(url: str, key: str | None) -> str:
     route = f"{url.rstrip('/')}/models"
     try:
         async with Endpoint(url, "", key).session() as session, session.get(route) as response:
-            given = await response.json(content_type=None)
-            return str(given["data"][0]["id"])
+            status, text = response.status, await response.text()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise ValueError(
             f"{route} does not answer ({_short(error)}); start the server, or give another --url"
         ) from error
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"{route} names no model ({_short(given)}); give --model") from error
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        remedies = {401: "set OPENAI_API_KEY to the server's key", 404: "give --url up to /v1"}
+        remedy = remedies.get(status, "give --model")
+        raise ValueError(f"{route} names no model (status {status}: {_short(text)}); {remedy}") from error
 
 
 async def send(
