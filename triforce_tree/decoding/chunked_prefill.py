@@ -201,8 +201,10 @@ class ChunkedPrefill:
 
     def _expected(self, position: int, tokens: int) -> float:
         """Returns the seconds of a chunk by the last one near its position. The first chunks of all are
-        measured before others follow them.
+        measured before others follow them. It is 0 on all ranks or on none.
         """
+        if not tokens:
+            return 0.0
         if not (known := self._seconds_per_token):
             return math.inf
         return tokens * known[min(known, key=lambda each: abs(each - position // _ALIKE))]
