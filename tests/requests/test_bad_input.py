@@ -136,7 +136,7 @@ def test_options_of_a_wrong_form(engine, options: dict[str, Any], words: list[st
     ids=lambda given: next(iter(given)),
 )
 def test_forbidden_tokens_outside_the_vocabulary_have_no_effect(engine, options: dict[str, Any]) -> None:
-    """As in transformers, and in checkpoints whose end tokens the model does not have."""
+    """Transformers takes them too, and some checkpoints name end tokens that the model does not have."""
     ids = torch.tensor([prompt_of(9)])
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
     assert torch.equal(engine.generate(ids, **how).sequences, TARGET.generate(ids, **how))

@@ -98,6 +98,19 @@ def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
     assert chat.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_numbers_are_finite(url: str, name: str) -> None:
+    connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    # Python's JSON parser accepts Infinity.
+    body = json.dumps({"model": NAME, "prompt": PROMPT, name: float("inf")})
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert "Infinity is no finite number" in json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_are_bounded(url: str, chunked: bool) -> None:
     body = json.dumps({"model": NAME, "prompt": "a" * 2**20}).encode()

@@ -26,7 +26,7 @@ def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine)
 
 
 def test_usage_counts_the_tokens_that_were_kept(client: openai.OpenAI, engine: Engine) -> None:
-    """Of a prompt that is asked again, whole chunks need no prefill."""
+    """A prompt that is asked again needs no prefill of its whole chunks."""
     prompt = "Counted: " + PROMPT * (3000 // len(PROMPT) * 3)
     tokens = len(engine.tokenizer(prompt)["input_ids"])
     counted = []

@@ -225,9 +225,9 @@ def digests_of(tokens: Sequence[int], size: int, layout: object) -> list[bytes]:
         layout: the model that computed the slots, and their shapes.
     """
     digest = hashlib.sha256(repr((layout, size)).encode())
-    found, data = [digest.digest()], memoryview(array("q", tokens)).cast("B")
-    for stop in range(8 * size, len(data) + 1, 8 * size):
-        digest.update(data[stop - 8 * size : stop])
+    found, ids = [digest.digest()], memoryview(array("q", tokens))
+    for stop in range(size, len(ids) + 1, size):
+        digest.update(ids[stop - size : stop])
         found.append(digest.digest())
     return found
 

@@ -86,7 +86,7 @@ _CONVERSATION_NOTE = (
     "{versions[torch]}; medians over the turns of each third (the speed-up: of each turn's own "
     "ratio), sums of new and computed tokens. "
 )
-_CPU, _GPU = (CONVERSATION.format(machine=machine) for machine in ("cpu", "h200"))
+_CPU = CONVERSATION.format(machine="cpu")
 _AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the trace's own history")
 
 
@@ -120,17 +120,17 @@ def plot_turns(axis: Any, rows: list[Record]) -> None:
 
 
 PLOTS = {"conversation_cpu": (_CPU, lambda c: agent_rows(c, "turns"), (8, 3.5, 0), plot_turns)}
-_QUESTIONS = {
-    file: Table(
-        file,
-        listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, file), left=3),
-        "python -m scripts.benchmarks conversation",
-    )
-    for file in (_CPU, _GPU)
-}
+
+
+def _questions(machine: str) -> Table:
+    file = CONVERSATION.format(machine=machine)
+    make = listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, file), left=3)
+    return Table(file, make, "python -m scripts.benchmarks conversation")
+
+
 TABLES = {
-    "conversation_cpu": _QUESTIONS[_CPU],
-    "conversation_h200": _QUESTIONS[_GPU],
+    "conversation_cpu": _questions("cpu"),
+    "conversation_h200": _questions("h200"),
     "conversation_agent_cpu": Table(
         _CPU,
         listing(_AGENT, agent_rows, noted(_AGENT_NOTE, _CPU), left=4),

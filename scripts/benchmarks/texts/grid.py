@@ -206,8 +206,8 @@ class GridRun:
             return False
         self.limit.say(f"{self.file.mine['settings']['model']}: loading ...")
         engine = self._engine()
-        # Prompts of as many levels together: they share a program, which takes long to capture. Those of
-        # fewer levels come first, because the program of more levels serves them too.
+        # Prompts of as many levels are measured together, since they share a program, which takes long to
+        # capture. Prompts of fewer levels come first, because the program of more levels serves them too.
         levels = {context: engine.levels(context) for context in contexts}
         missing.sort(key=lambda cell: levels[cell[1]])
         try:
