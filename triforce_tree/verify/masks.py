@@ -167,6 +167,7 @@ class StageMasks:
         """Writes the masks of nodes of a tree that is being drafted."""
         if not self._masks.free.all():
             self.read(paths)
+            self.mark()
             self.fill(drafting=True)
             return
         self._first, self._count, _ = paths.nodes.indices(paths.tokens.shape[1])
@@ -175,7 +176,7 @@ class StageMasks:
             self._free = True
 
     def read(self, paths: NodePaths) -> None:
-        """Begins to copy the tokens of trees to host memory."""
+        """Copies the tokens of trees to host memory. A CUDA graph can capture it."""
         first, stop, _ = paths.nodes.indices(paths.tokens.shape[1])
         chain, drafted = paths.chain()
         found = torch.cat([drafted[:, None], chain, paths.tokens[:, :stop], paths.parents[:, :stop]], 1)
@@ -185,9 +186,13 @@ class StageMasks:
             if self._read.shape != found.shape:
                 self._read = torch.empty(found.shape, dtype=found.dtype, pin_memory=True, device="cpu")
             self._read.copy_(found, non_blocking=True)
-            self._event.record()
         else:
             self._read = found
+
+    def mark(self) -> None:
+        """Marks the end of :meth:`read`, for which :meth:`fill` waits."""
+        if self._on_gpu:
+            self._event.record()
 
     def fill(self, drafting: bool = False) -> None:
         """Writes the masks of the nodes of the trees that were read.

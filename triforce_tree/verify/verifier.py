@@ -86,7 +86,8 @@ class Verifier:
         verify = Step(forward, capturable), Step(accept, capturable if accept_capturable else False)
         if (masks := self._masks) is None:
             return [*verify]
-        return [Step(lambda: masks.read(paths()), False), verify[0], Step(masks.fill, False), verify[1]]
+        read = Step(lambda: masks.read(paths())), Step(masks.mark, False)
+        return [*read, verify[0], Step(masks.fill, False), verify[1]]
 
     def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
         """Computes the logits of all nodes, or, if the view is resizable, up to the last used node.
