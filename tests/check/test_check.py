@@ -250,7 +250,8 @@ def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifi
             program.run("draft", generator)
             program.run("retrieval_refresh", generator)
             drawn.add(tuple(program.stage("retrieval_refresh").tree.tokens[0].tolist()))
-            at_root.append(program.verifier("retrieval_refresh").acceptance.scores[0, 0].clone())
+            logits = program.verifier("retrieval_refresh").emitted_logits(1)[0, 0]
+            at_root.append((logits / 2.0).softmax(-1))
             program.state.chain.zero_()
     assert len(drawn) == 4
     for other in at_root[1:]:

@@ -144,13 +144,13 @@ def test_level_1_sees_the_retrieved_chunks_and_the_recent_window(monkeypatch: py
 
     accept = Verifier.accept
 
-    def checked(self: Verifier, tree: TokenTree, root: torch.Tensor) -> Acceptance:
-        result = accept(self, tree, root)
+    def checked(self: Verifier, tree: TokenTree, root: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
+        result, scores = accept(self, tree, root)
         if tree is program.stage("draft").tree:
             logits = program.full(tree.tokens[:, :1], root[:, None], picked)
-            torch.testing.assert_close(result.scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
             seen.append(view.refreshing)
-        return result
+        return result, scores
 
     monkeypatch.setattr(Verifier, "accept", checked)
     decoded(program, PROMPTS, NEW)

@@ -229,7 +229,7 @@ def sampling_checks(
     for prompt in contexts:
         with runner.program([list(prompt)], 1, to_probs) as program:
             program.prefill([prompt])
-            for level, tokens in _first_tokens(program, prompt, draws, generator, each).items():
+            for level, tokens in _first_tokens(program, prompt, temperature, draws, generator, each).items():
                 found.setdefault(level, []).append(tokens)
     return [_tested(level, levels, draws, parts) for level, parts in found.items()]
 
@@ -259,6 +259,7 @@ def _tested(level: str, levels: int, draws: int, parts: Sequence[_FirstTokens]) 
 def _first_tokens(
     program: DecodingProgram,
     prompt: Sequence[int],
+    temperature: float,
     draws: int,
     generator: torch.Generator,
     each: Callable[[], None],
@@ -278,7 +279,7 @@ def _first_tokens(
         program.cache.committed([[]])
 
     def root(stage: str) -> Tensor:
-        return program.verifier(stage).acceptance.scores[0, 0].clone()
+        return (program.verifier(stage).emitted_logits(1)[0, 0] / temperature).softmax(-1)
 
     run("plain")
     verifying = {1: ["plain"], 2: ["target"], 3: ["retrieval_refresh", "target"]}[program.levels]

@@ -496,7 +496,9 @@ class Hierarchy:
         program = self._beside.pop(len(prompts), None)
         if program is None:
             longest = last.max_seq_len
-            program = self._new_program(prompts, longest, last.levels, False, None, pool, [last.cache])
+            program = self._new_program(
+                prompts, longest, last.levels, False, None, pool, [last.cache], last.graph_memory
+            )
         else:
             program.cache.take_over(last.cache)
             if pool is not None:
@@ -531,6 +533,7 @@ class Hierarchy:
         pinned: Callable[[int], None] | None,
         pool: PoolSize | None,
         kept: list[FullCache],
+        graph_memory: torch.cuda.MemPool | None = None,
     ) -> DecodingProgram:
         """Makes a program for these prompts.
 
@@ -538,6 +541,7 @@ class Hierarchy:
             few_bits: whether level 1 may run on weights in fewer bits, if they fit into memory.
             kept: the cache of the last program, if it is taken over; it is removed from the list if memory is
                 short.
+            graph_memory: see :class:`DecodingProgram`.
         """
         split, streamed, longest = None, self.target.streamed, self.rounded(max_seq_len)
         if self.memory is not None:
@@ -561,7 +565,10 @@ class Hierarchy:
         drafter, level_one = self.drafter() if levels > 1 else None, self.level_one.model
         settings = (self.target, drafter, config, batch, longest, levels, split, pinned)
         program = with_or_without(
-            kept, lambda cache: DecodingProgram(*settings, kept=cache, pool=pool, level_one=level_one)
+            kept,
+            lambda cache: DecodingProgram(
+                *settings, kept=cache, pool=pool, level_one=level_one, graph_memory=graph_memory
+            ),
         )
         program.capture_seconds += self.level_one.taken_seconds()
         if limit := self.config.prefix_bytes:

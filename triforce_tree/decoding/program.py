@@ -31,7 +31,7 @@ from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import Learnt
 from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.executor import Cuts, executed_parts, free_memory
+from triforce_tree.runtime.executor import Cuts, executed_parts, free_memory, graph_pool
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
@@ -103,6 +103,8 @@ class DecodingProgram:
         noise: makes the random numbers of every stage.
         kept, pool: the cache of an earlier program, and a pool of KV slots, see :class:`FullCache`.
         level_one: makes the model of level 1 in fewer bits; it has the arguments of ``low_bit_model``.
+        graph_memory: the memory of another program's graphs, for graphs that never run between those of one
+            of its passes.
 
     Attributes:
         cache: the target's keys and values.
@@ -124,6 +126,7 @@ class DecodingProgram:
         seeded: the noise of sequences with seeds of their own, see :meth:`use_seeds`.
         masks: the masks of the sequences' grammars, once stages with masks were prepared; else None.
         learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
+        graph_memory: the memory of the stages' graphs; None without a GPU.
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -148,6 +151,7 @@ class DecodingProgram:
         kept: FullCache | None = None,
         pool: PoolSize | None = None,
         level_one: Callable[[HFModel, int, bool, Sequence[int]], StepModel] = low_bit_model,
+        graph_memory: torch.cuda.MemPool | None = None,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len, self.device, self.noise = batch, max_seq_len, target.device, noise
@@ -196,6 +200,7 @@ class DecodingProgram:
         if levels == 3:
             bits = config.weight_bits
             self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
+        self.graph_memory = graph_memory or graph_pool(self.device)
         self.capture_seconds = 0.0
 
     def _may_choose_levels(self, config: HierarchyConfig) -> bool:
@@ -294,7 +299,7 @@ class DecodingProgram:
                 progress.next(name)
                 begin(False)
                 steps = stage.steps()
-                runs[name] = executed_parts(steps, device)
+                runs[name] = executed_parts(steps, device, self.graph_memory)
                 if self.cache.backend.transfers and name in ("target", "plain") and to_probs.capturable:
                     # The first run compiles the kernels before decoding begins; a second one records pieces.
                     for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
@@ -411,7 +416,7 @@ class DecodingProgram:
                 progress.next(name)
                 restore(False)
                 # On a GPU this runs the stage.
-                runs[name] = executed_parts(stage.steps(), self.device)
+                runs[name] = executed_parts(stage.steps(), self.device, self.graph_memory)
         stages.stages.update(made)
         stages.runs.update(runs)
         stages.shapes.add(number)
@@ -548,8 +553,10 @@ class DecodingProgram:
         """
         tokens, state = sequences[index], self.state
         state.tokens[index, : len(tokens)] = id_tensor(tokens, self.device)
-        state.length[index] = len(tokens) - 1
-        state.chain[index] = state.retrieval_emitted[index] = 0
+        # An assignment of a number would wait for the device.
+        state.length[index].fill_(len(tokens) - 1)
+        for counter in (state.chain, state.retrieval_emitted):
+            counter[index].zero_()
         if self.drafter is not None:
             self.drafter.start_one(index, sequences)
         self.cache.begin([tokens], index)

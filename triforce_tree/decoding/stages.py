@@ -114,7 +114,7 @@ class RetrievalVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _lengthen(self) -> None:
-        path, count, emitted, p = self.verifier.accept(self.tree, self._root)
+        (path, count, emitted), p = self.verifier.accept(self.tree, self._root)
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
@@ -168,7 +168,8 @@ class ChainVerifyStage:
         )
 
     def _commit(self) -> None:
-        _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
+        acceptance, _ = self.verifier.accept(self.tree, self._root)
+        _commit(self.state, self.view, acceptance)
         if self.tail is not None:
             self.state.proposed += _used_depth(self.tail.tree)
         if self.means is not None:
@@ -195,7 +196,7 @@ class TreeVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _commit(self) -> None:
-        acceptance = self.verifier.accept(self.tree, self._root)
+        acceptance, _ = self.verifier.accept(self.tree, self._root)
         _commit(self.state, self.view, acceptance)
         # Only used nodes count as proposed.
         self.state.proposed.copy_(_used_depth(self.tree))
@@ -246,5 +247,5 @@ class PlainStage:
 
     def _commit(self) -> None:
         # No KV slot moves, because the root is in its place already.
-        acceptance = self.verifier.accept(self.tree, self._root)
+        acceptance, _ = self.verifier.accept(self.tree, self._root)
         self.state.commit(acceptance.emitted, acceptance.counts)

@@ -123,12 +123,26 @@ def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
     return _sequence(executed_parts(steps, device))
 
 
-def executed_parts(steps: Sequence[Step], device: torch.device) -> list[Callable[[], None]]:
+def graph_pool(device: torch.device) -> "torch.cuda.MemPool | None":
+    """Returns memory for the tensors that graphs make; None without a GPU.
+
+    Graphs that share it must never run at the same time. The tensors that a graph makes have values until
+    another graph runs that was captured earlier.
+    """
+    return torch.cuda.MemPool() if device.type == "cuda" else None
+
+
+def executed_parts(
+    steps: Sequence[Step], device: torch.device, pool: "torch.cuda.MemPool | None" = None
+) -> list[Callable[[], None]]:
     """Returns functions without arguments whose calls in order run ``steps``.
 
     On a GPU consecutive capturable steps become one CUDA graph, consecutive steps with the same cuts become
     one sequence of graphs, and all other steps are called directly. Inputs that a capturable step reads from
     earlier steps must have the same addresses in each call.
+
+    Args:
+        pool: memory of the graphs, see :func:`graph_pool`; by default each has its own.
     """
     if device.type != "cuda":
         return [step.run for step in steps]
@@ -138,8 +152,7 @@ def executed_parts(steps: Sequence[Step], device: torch.device) -> list[Callable
         if isinstance(capturable, Cuts):
             run = CapturedInPieces(run, capturable, device)
         elif capturable:
-            # A pool of its own keeps a graph's outputs until its next run.
-            run = Captured(run, device, torch.cuda.graph_pool_handle())
+            run = Captured(run, device, pool.id if pool is not None else None)
         parts.append(run)
     return parts
 
@@ -161,7 +174,7 @@ class Captured:
     Args:
         run: reads and writes tensors at fixed addresses, and never waits for the device.
         device: the device that it runs on.
-        pool: memory pool of the graph. With its own pool a graph keeps its outputs until its next run.
+        pool: id of the memory pool of the graph; by default it has its own.
     """
 
     def __init__(self, run: Callable[[], None], device: torch.device, pool: Any = None) -> None:

@@ -26,13 +26,11 @@ class Acceptance(NamedTuple):
             tokens.
         emitted: int64 ``[B, D + 1]``, the accepted tokens without the root, then one token from the model:
             the bonus token, or a draw from the residual distribution.
-        scores: fp32 ``[B, N, V]`` of all verified nodes: probabilities, or processed logits if greedy.
     """
 
     path: Tensor
     counts: Tensor
     emitted: Tensor
-    scores: Tensor
 
 
 class Verifier:
@@ -109,11 +107,15 @@ class Verifier:
         # The forward or the capture of another stage replaces the hidden states that the model holds.
         self._hidden = dict(self.model.hidden)
 
-    def accept(self, tree: TokenTree, root: Tensor) -> Acceptance:
+    def accept(self, tree: TokenTree, root: Tensor) -> tuple[Acceptance, Tensor]:
         """Accepts nodes and draws the token after them from the logits of the last forward.
 
         Args:
             root: int64 ``[B]``, the position of each root in its sequence.
+
+        Returns:
+            what was accepted, and the scores of all nodes, fp32 ``[B, N, V]``: probabilities, or processed
+            logits if greedy. Nothing keeps the scores, which are large.
         """
         tree = tree.first(self._logits.shape[1])
         depth, paths, logits = tree.depth, tree.paths(self.state, root), self._logits
@@ -144,8 +146,8 @@ class Verifier:
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.state.keep_features(self._hidden, path, root)
-        self.acceptance = Acceptance(path, count, emitted, p)
-        return self.acceptance
+        self.acceptance = Acceptance(path, count, emitted)
+        return self.acceptance, p
 
     def emitted_logits(self, count: int) -> Tensor:
         """Returns the logits of the first ``count`` emitted tokens of the last verification.

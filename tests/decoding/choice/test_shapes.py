@@ -124,7 +124,7 @@ def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pyte
     expected = [switched(shaped(levels), to_probs, 2)[0] for to_probs in (GREEDY, SAMPLED)]
     plain = module.executed_parts
 
-    def warmed(steps: object, device: torch.device) -> list[Callable[[], None]]:
+    def warmed(steps: object, device: torch.device, *rest: object) -> list[Callable[[], None]]:
         parts = plain(steps, device)
         for part in 2 * parts if capturing else ():
             part()
@@ -176,7 +176,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
     program, plain, made = shaped(levels), module.executed_parts, [0]
     program.prepare(GREEDY)
 
-    def short(steps: object, device: torch.device) -> list[Callable[[], None]]:
+    def short(steps: object, device: torch.device, *rest: object) -> list[Callable[[], None]]:
         parts = plain(steps, device)
         for part in 2 * parts:
             part()
