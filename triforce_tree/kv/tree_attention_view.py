@@ -275,8 +275,8 @@ class PagedRetrievalView(TreeAttentionView):
         self._recent = torch.arange(recent, device=device)
         self._visible = torch.zeros_like(self.lengths)
         self.retrieved = [
-            None if group.shape.window is not None else self._retrieved(group, self.slots + recent)
-            for group in store.groups
+            None if group.shape.window is not None else self._retrieved(number, self.slots + recent)
+            for number, group in enumerate(store.groups)
         ]
         self._attend_to_tables()
         self.boundary = torch.zeros(store.batch, dtype=torch.int64, device=device)
@@ -288,15 +288,18 @@ class PagedRetrievalView(TreeAttentionView):
                 plan = replace(attention.plan, lengths=self._visible)
                 self._attentions[number] = attention.over(plan)
 
-    def _retrieved(self, group: KVGroup, pages: int) -> _Retrieved:
-        layers, batch, heads, _, dim = group.k.shape
-        device, size = group.k.device, (layers, batch, heads)
-        columns = self.config.columns(dim)
+    def _retrieved(self, number: int, pages: int) -> _Retrieved:
+        group = self.store.groups[number]
+        (layers, batch, heads, _, dim), device = group.k.shape, group.k.device
         return _Retrieved(
-            table=torch.zeros(*size, pages, dtype=torch.int32, device=device),
-            means=torch.zeros(*size, self.chunks, columns, device=device, dtype=self.store.dtype),
+            table=torch.zeros(layers, batch, heads, pages, dtype=torch.int32, device=device),
+            means=self._new_means(number, (layers, batch, heads, self.chunks, self.config.columns(dim))),
             first_page=(torch.arange(batch, device=device)[:, None, None] * group.pages_apart).int(),
         )
+
+    def _new_means(self, number: int, size: tuple[int, ...]) -> Tensor:
+        """Returns memory for the means of a group of layers."""
+        return torch.zeros(size, device=self.store.device, dtype=self.store.dtype)
 
     def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns a view for another number of new tokens, with the same selection of chunks.

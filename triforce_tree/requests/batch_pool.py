@@ -16,7 +16,7 @@ from triforce_tree.trees.device_shapes import pass_limits
 # Sequences without a pool, each of which has slots for the longest text, whether it is there or not.
 _MOST_ALONE = 8
 # Stages of several kinds of sampling, and for fewer places, take so many times the memory of one kind.
-_WORKSPACES = 3
+_WORKSPACES = 2
 # A pool that does not fit is made smaller by this factor, again and again.
 _SMALLER = 7 / 8
 

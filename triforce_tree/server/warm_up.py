@@ -53,7 +53,8 @@ def warm_up(
     ids = surrounding(engine.tokenizer, pydoc_text(), max(lengths), "warm-up")
     steps = [(1, length, "greedy") for length in sorted({min(length, longest) for length in lengths})]
     if engine.target.device.type == "cuda":
-        sizes = [min(places, scheduler.limits.waiting) for places in sizes_of(scheduler.batch)]
+        # Fewer places use memory that more places have.
+        sizes = [min(places, scheduler.limits.waiting) for places in reversed(sizes_of(scheduler.batch))]
         steps += [(places, min(_SHORT, longest), how) for places in sizes for how in _KINDS]
     for places, length, how in steps:
         new = most if positions is None else min(most, positions - length)

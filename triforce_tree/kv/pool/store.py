@@ -100,6 +100,7 @@ class PooledStore(PagedStore):
         pages: int32 ``[B, slots / page]``, the page in ``whole`` of each page of a sequence.
         writable: the same for the sequence's own pages, and -1 for all others.
         chunks: int32 ``[B, slots / chunk]``, the chunk in ``whole`` of each chunk of a retrieval.
+        means: the means of the chunks of a retrieval, by group, which all stores of these pages share.
     """
 
     writable: Tensor
@@ -120,6 +121,7 @@ class PooledStore(PagedStore):
         self._packed = Packed(device, *tables, ((batch,), torch.int64))
         self.pages, self.writable, self.chunks, self.prefix = self._packed.tensors
         self._plans: WeakSet[PrefixPlan] = WeakSet()
+        self.means: dict[int, Tensor] = beside.means if beside is not None else {}
         self.shared: list[list[int]] = [[] for _ in range(batch)]
         self.own = self.shared
         self._selected: tuple[object, slice | Tensor, slice | Tensor] | None = None

@@ -93,6 +93,15 @@ class PooledRetrievalView(PagedRetrievalView):
         count, apart = store.chunks.shape
         self._first_in_chunks = apart * torch.arange(count, device=store.device)[:, None, None]
 
+    def _new_means(self, number: int, size: tuple[int, ...]) -> Tensor:
+        """Stores for other numbers of sequences have the same memory: none of them is used at the same time,
+        and means count as unknown where another takes over.
+        """
+        known, (_, batch, *_) = self.store.means.get(number), size
+        if known is None or known.shape[1] < batch or known[:, :batch].shape != size:
+            known = self.store.means[number] = super()._new_means(number, size)
+        return known[:, :batch]
+
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
         chunks.copy_(self.store.chunks.view(-1)[chunks + self._first_in_chunks])
 
