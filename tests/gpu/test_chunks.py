@@ -1,5 +1,7 @@
 """Chunks of prompts on a GPU: graphs between calls of attention, and chunks that begin behind passes."""
 
+import traceback
+import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.gpu
 NEW = 48
 HOW: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 # Two sizes of padded chunks, whole ones of another prompt, and the end of a chunk of 4,096 tokens.
-LENGTHS = (700, 701, 1990, 2049, 5000)
+LENGTHS = (700, 701, 1990, 2049, 5000, 8300)
 
 
 def engine_of(dtype: torch.dtype, **options: Any) -> Engine:
@@ -37,10 +39,15 @@ def halved(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor
     return out / 2
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_captured_chunks_have_the_bits_of_the_first_ones(dtype: torch.dtype) -> None:
-    """The first forward of a size is called, the second one captured, and the others are replayed."""
+def test_captured_chunks_have_the_bits_of_the_first_ones(dtype: torch.dtype, ahead: bool) -> None:
+    """The first forward of a size is called, the second one captured, and the others are replayed. A server
+    captures all ahead, those of whole chunks as well.
+    """
     engine, direct, text = engine_of(dtype), engine_of(dtype), long_text()
+    if ahead:
+        engine.target.capture_chunks()
     direct.target.model.model.layers[0].mlp.register_forward_hook(unchanged)
     for length in LENGTHS:
         outs = [engine.generate(text[:length], output_logits=True, **HOW) for _ in range(4)]
@@ -88,3 +95,36 @@ def test_prompts_that_join_give_the_texts_of_lone_ones(levels: int) -> None:
             assert out.levels[-1].forwards <= 1.1 * own.levels[-1].forwards + 2
     alone.close()
     batched.close()
+
+
+def test_no_pass_waits_for_the_device_where_prompts_join() -> None:
+    """Torch reports copies and reads that wait for all work of the device, chunks of prompts included."""
+    text, engine = long_text(), engine_of(torch.bfloat16)
+    options = [{"do_sample": False}, {"temperature": 0.7}, {"temperature": 0.7, "repetition_penalty": 1.1}]
+
+    def run() -> None:
+        prompts = [text[start : start + 6000] for start in range(0, 60_000, 10_000)]
+        joined = [Joined(own, 100, options=options[n % 3]) for n, own in enumerate(prompts[1:])]
+        own: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.1}
+        coming = Coming(joined, 3)
+        engine.generate(prompts[:1], max_new_tokens=100, joining=coming, max_batch=3, seed=1, **own)
+        assert len(coming.outputs) == len(prompts)
+
+    run()  # kernels are compiled and stages captured
+    waits = list[str]()
+
+    def noted(message: Warning | str, *_: Any, **__: Any) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "triforce_tree" in frame.filename]
+        if "synchronizing" in str(message) and any(frame.name == "step" for frame in frames):
+            waits.append(" < ".join(f"{frame.name}:{frame.lineno}" for frame in frames[:-8:-1]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not waits, "\n".join(sorted(set(waits)))
+    engine.close()

@@ -136,7 +136,8 @@ class RecomputedWindow:
         sinks, window = self.config.sinks, self.config.window
         newest = min(window, max(0, final - sinks))
         held = [*sequence[: max(0, min(sinks, final))], *sequence[max(0, final - newest) : max(0, final)]]
-        self.dropped[b] = self._dropped_on_host[b] = final - len(held)
+        self._dropped_on_host[b] = final - len(held)
+        self.dropped[b].fill_(final - len(held))  # An assignment would wait for the device.
         self._fed[b] = max(0, final)
         if held:
             self._prefill(b, held)
@@ -309,7 +310,8 @@ class ContinuedWindow:
         for part in self._slots(b):
             part[:, :, sinks : sinks + filled - oldest] = part[:, :, oldest:filled].clone()
         dropped += oldest - sinks
-        self.dropped[b], self._dropped_on_host[b] = dropped, dropped
+        self._dropped_on_host[b] = dropped
+        self.dropped[b].fill_(dropped)
 
     def begin_tree(self, state: SequenceState) -> None:
         """Advances the states to the first of the tokens that the next forward processes."""
@@ -346,8 +348,9 @@ class ContinuedWindow:
         return [part[:, b] for group in self.store.groups for part in group.parts]
 
     def _set(self, b: int, held: int, dropped: int) -> None:
-        self._held[b], self._held_on_host[b] = held, held
-        self.dropped[b], self._dropped_on_host[b] = dropped, dropped
+        self._held_on_host[b], self._dropped_on_host[b] = held, dropped
+        self._held[b].fill_(held)
+        self.dropped[b].fill_(dropped)
 
     def _read(self, b: int, sequence: Sequence[int], start: int, end: int) -> None:
         """Applies the tokens from position ``start`` to ``end`` to the states and the window."""

@@ -291,7 +291,11 @@ class Arguments:
             custom_generate=taken, **self.options,
         )  # fmt: skip
         tokens = self.prompts.tokens[part]
-        padding = [row[: len(row) - len(own)].tolist() for row, own in zip(ids, tokens, strict=True)]
+        # Without padding nothing is read from the device, which would be waited for.
+        padding = [
+            row[: len(row) - len(own)].tolist() if len(row) > len(own) else []
+            for row, own in zip(ids, tokens, strict=True)
+        ]
         request = Request.of(target, given_ids, ids, tokens, padding, prepared, how)
 
         def of_other(prompt: list[int], own: Mapping[str, Any], how: RunOptions) -> Request:

@@ -24,12 +24,16 @@ def left_padded(
     padding: int,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns the sequences as int64 ``[B, L]``, padded on the left to the length of the longest."""
+    """Returns the sequences as int64 ``[B, L]``, padded on the left to the length of the longest.
+
+    The copy to ``device`` does not wait for the device's work.
+    """
     width = max(map(len, sequences))
     padded = np.full((len(sequences), width), padding, dtype=np.int64)
     for row, sequence in zip(padded, sequences, strict=True):
         row[width - len(sequence) :] = sequence
-    return torch.from_numpy(padded).to(device)
+    on_host = torch.from_numpy(padded)
+    return on_host if device is None else sent(on_host, device)
 
 
 def listed_ids(given: Any) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.runtime.devices import sent
+from triforce_tree.runtime.devices import overwrite, sent
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.paths import NodePaths
 from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, words_of
@@ -59,11 +59,12 @@ class Adjustments:
             single = [(words[0], bias) for words, bias in options.biases if len(words) == 1]
             # As in transformers, tokens outside of the vocabulary may be forbidden.
             single = [(token, bias) for token, bias in single if 0 <= token < len(own)]
-            biases = torch.tensor([bias for _, bias in single], device=own.device)
-            own.scatter_add_(0, own.new_tensor([token for token, _ in single], dtype=torch.int64), biases)
-            self._stops[index] = False
-            self._stops[index, [token for token in options.stops if 0 <= token < len(own)]] = True
-            self._least_tokens[index] = options.least_tokens
+            biases = sent(torch.tensor([bias for _, bias in single], device="cpu"), own.device)
+            own.scatter_add_(0, id_tensor([token for token, _ in single], own.device), biases)
+            stops = [token for token in options.stops if 0 <= token < len(own)]
+            self._stops[index].zero_().index_fill_(0, id_tensor(stops, own.device), True)
+            # An assignment of a number would wait for the device.
+            self._least_tokens[index].fill_(options.least_tokens)
         if kind.words[0]:
             self._begin_words(index, options)
         if kind.penalized:
@@ -71,19 +72,22 @@ class Adjustments:
             for buffer, number in zip(
                 (self._repetition, self._frequency, self._presence), numbers, strict=True
             ):
-                buffer[index] = number
-            self._counts[index] = 0
-            self._in_prompt[index] = False
+                buffer[index].fill_(number)
+            self._counts[index].zero_()
+            in_prompt = self._in_prompt[index].zero_()
             for known in (sorted(options.padding), tokens[options.repeated_from : options.new_from]):
-                self._in_prompt[index, id_tensor(known, self._counts.device)] = True
+                in_prompt.index_fill_(0, id_tensor(known, self._counts.device), True)
             self.committed([(index, tokens[options.new_from :])])
 
     def _begin_words(self, index: int, options: SamplingOptions) -> None:
-        self._word_bias[index] = 0
-        self._before[index] = _ANY
+        own = self._before[index], self._last[index], self._word_bias[index]
+        before, last, biases = (torch.zeros_like(part, device="cpu") for part in own)
+        before.fill_(_ANY)
         for place, (words, bias) in enumerate(words_of(options)):
-            self._before[index, place, 1 - len(words) :] = self._before.new_tensor(words[:-1])
-            self._last[index, place], self._word_bias[index, place] = words[-1], bias
+            before[place, 1 - len(words) :] = torch.tensor(words[:-1], device="cpu")
+            last[place], biases[place] = words[-1], bias
+        for part, new in zip(own, (before, last, biases), strict=True):
+            overwrite(part, new)
 
     def committed(self, new: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Counts the tokens that a pass has added to the sequences at these batch indices."""

@@ -61,7 +61,7 @@ class Seeded:
     def begin(self, index: int, seed: int | None) -> None:
         """Sets the seed (None for no seed) of a sequence that begins at this batch index."""
         if (self._seeds[index] is None) != (seed is None):
-            self.seeded[index] = seed is not None
+            self.seeded[index].fill_(seed is not None)
         self._seeds[index], self._filled[index] = seed, 0
 
     def fill(self, lengths: Sequence[int | None]) -> None:
