@@ -16,8 +16,9 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stage_clock import Mark
 from triforce_tree.runtime.stats import Progress
 
-# Device seconds of prefill between two passes, unless a single chunk takes longer.
-_PAUSE = 0.1
+# Device seconds of prefill between two passes, unless a single chunk takes longer. Sequences wait for them;
+# but passes for few sequences, while prompts of others wait, cost as much as passes for many later.
+_PAUSE = 0.22
 # The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
 _TURN = 4
 # Chunks that begin at positions with the same multiple of this take about as long for each token.

@@ -1,7 +1,8 @@
-"""Forwards of short chunks of prompts as CUDA graphs, with attention between them.
+"""Forwards of chunks of prompts as CUDA graphs, with attention between them.
 
 The host takes longer to launch the layers of an 8B model for 2,048 tokens than a Hopper GPU takes to compute
-them. Longer chunks need no graphs.
+them. A lone prompt needs no graphs of longer chunks. A server captures those of whole chunks as well, because
+its host has other work while the GPU computes them.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from triforce_tree.models.running_forward import Attend
 from triforce_tree.runtime.executor import CapturedInPieces, Cuts
 from triforce_tree.runtime.token_ids import id_tensor
 
-MOST_TOKENS = 2048
+MOST_TOKENS = 4096
 """Most tokens of a chunk that is captured."""
-# Chunks are padded to multiples of so many tokens, each of which has graphs of its own: the rows of a tile of
-# cuBLAS.
+SHORT = 2048
+"""Most tokens of a chunk that is captured when it is first needed."""
+# Short chunks are padded to multiples of so many tokens, each of which has graphs of its own: the rows of a
+# tile of cuBLAS.
 _TOKENS = 128
 
 Forward = Callable[[Tensor, Tensor, Attend], None]
@@ -26,7 +29,7 @@ Forward = Callable[[Tensor, Tensor, Attend], None]
 
 
 class ChunkGraphs:
-    """Runs forwards of at most ``MOST_TOKENS`` tokens, padded at their end.
+    """Runs forwards of short chunks, padded at their end, and of ``MOST_TOKENS`` tokens once prepared.
 
     The padding has no keys or values and takes no part in attention. All other work of the layers is by
     token. Chunks of one padded size have the same bits, whether their forward is captured yet or not.
@@ -44,6 +47,10 @@ class ChunkGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, tuple[Tensor, Callable[[], None]]] = {}
         self._buffers: dict[Any, Tensor] = {}
+
+    def serves(self, tokens: int) -> bool:
+        """Returns whether :meth:`run` takes a chunk of so many tokens."""
+        return tokens <= SHORT or tokens in self._captured
 
     def run(self, tokens: list[int], positions: Tensor, attend: Attend) -> None:
         """Runs a forward of T tokens.
@@ -80,7 +87,7 @@ class ChunkGraphs:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             return v.new_zeros(1, v.shape[2], q.shape[1], v.shape[3])
 
-        for size in range(MOST_TOKENS, 0, -_TOKENS):
+        for size in (MOST_TOKENS, *range(SHORT, 0, -_TOKENS)):
             for _ in range(2):
                 self.run([0] * size, torch.arange(size, device=self._device), attend)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import KVCache, KVShape, use_our_attention
-from triforce_tree.models.chunk_graphs import MOST_TOKENS, ChunkGraphs
+from triforce_tree.models.chunk_graphs import ChunkGraphs
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
@@ -314,7 +314,8 @@ class HFModel:
         Args:
             every_state: see :meth:`forward`.
         """
-        if every_state or len(tokens) > MOST_TOKENS or (graphs := self._graphs()) is None:
+        graphs = None if every_state else self._graphs()
+        if graphs is None or not graphs.serves(len(tokens)):
             self.forward(tokens, cache, last_only=True, every_state=every_state)
         else:
             graphs.run(tokens, cache.positions(len(tokens)), cache.attend)
@@ -328,7 +329,7 @@ class HFModel:
                 graphs.prepare()
 
     def _graphs(self) -> ChunkGraphs | None:
-        """Returns the graphs of short chunks; None if graphs cannot hold their forwards.
+        """Returns the graphs of chunks; None if graphs cannot hold their forwards.
 
         Hooks, layers without kernels, and whatever the host decides in a forward prevent it.
         """

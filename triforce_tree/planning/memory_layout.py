@@ -7,7 +7,7 @@ from typing import Any
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.prefill import capacity
 from triforce_tree.kv.offload.host_store import Offload, piece_slots, round_up, window_slots
-from triforce_tree.models.chunk_graphs import MOST_TOKENS
+from triforce_tree.models.chunk_graphs import SHORT
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
@@ -328,7 +328,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         **_states_and_windows(sizes, config, levels, workload),
         "chunk means": means,
         # Graphs of short chunks keep their memory.
-        "prefill": (chunk + min(chunk, MOST_TOKENS)) * memory_map.activations(sizes)
+        "prefill": (chunk + min(chunk, SHORT)) * memory_map.activations(sizes)
         + copied * sizes.prefill_row
         # A prompt's end is fed over a copy of one layer's slots.
         + (copied * sizes.row if workload.pool else 0)

@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
         who = "" if key else f", to anyone; --api-key or {KEY} sets a key"
         screen().print(f"serving {name!r} at http://{args.host}:{port}/v1{who}")
 
+    # By default the thread that decodes waits up to 5 ms until the one that answers lets it run Python code
+    # again, which is as long as a pass.
+    sys.setswitchinterval(0.0005)
     # The port answers meanwhile; /health says when requests do.
     threading.Thread(target=load, name="triforce-tree load", daemon=True).start()
     try:
