@@ -124,7 +124,8 @@ class ChunkedPrefill:
     def remove_all(self) -> None:
         self._prompts.clear()
         self._stale.clear()
-        self._ahead, self._problem = False, None
+        # Chunks that have begun ahead are still computed, and passes come before others.
+        self._problem = None
 
     def run(self, program: DecodingProgram) -> list[int]:
         """Begins chunks that take a while, unless :meth:`run_ahead` has; returns the batch indices of prompts

@@ -144,7 +144,7 @@ class Batch:
         kept = most is not None and backend.resizes and self._hierarchy.own_drafter is None
         if not backend.replaces or not self._request.to_probs.in_stages or not (kept or on_cpu):
             return
-        wanted = max(joining.wanted(self._fits), len(self._loop.running) + len(self._waiting))
+        wanted = max(joining.wanted(self._has_room), len(self._loop.running) + len(self._waiting))
         size = wanted = min(wanted, most or wanted)
         if most is not None and kept:
             size = next(each for each in sizes_of(most) if each >= wanted)
@@ -181,19 +181,26 @@ class Batch:
         return sequence
 
     def _fits(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /) -> bool:
+        """Returns whether another prompt can join the batch. See ``Joined``."""
+        fits = self._has_room(prompt, new_tokens, options)
+        if fits and self._changed is None:
+            # This waits for the device, so all prompts that may join were prepared before it.
+            self._changed = self._hierarchy.changed
+        # A prompt that comes after a change of the models belongs to the next batch.
+        return fits and not self._changed
+
+    def _has_room(
+        self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /
+    ) -> bool:
         """Returns whether the buffers and levels of the batch can serve another prompt. See ``Joined``."""
         program, request = self._loop.program, self._request
-        fits = (
+        return (
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together([request.to_probs], [request.sequences[0].prompt, prompt])
             and self._has_slots(prompt, new_tokens)
             and self._alike(prompt, new_tokens, options)
         )
-        if fits and self._changed is None:
-            self._changed = self._hierarchy.changed
-        # A prompt that comes after a change of the models belongs to the next batch.
-        return fits and not self._changed
 
     def _alike(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None) -> bool:
         """Returns whether a sequence with other options of ``PER_PROMPT`` can be decoded with the others."""
