@@ -10,6 +10,7 @@ from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record
 from scripts.benchmarks.common.results import content_at
+from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
 
@@ -53,5 +54,5 @@ def tree_attention(axis: Any, rows: list[Record]) -> None:
 # Name -> results file, its rows, inches (width, height, height for each row), plot.
 PLOTS: dict[str, tuple[str, Callable[[Record], list[Record]], tuple[float, float, float], Any]] = {
     "tree_attention_h200": (attention.FILE, lambda c: c["rows"], (11, 4.5, 0), tree_attention),
-    **texts.PLOTS, **cards.PLOTS, **requests.PLOTS,
+    **texts.PLOTS, **cards.PLOTS, **requests.PLOTS, **drafters.PLOTS,
 }  # fmt: skip

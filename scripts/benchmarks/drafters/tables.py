@@ -91,6 +91,30 @@ def speed(content: Record, file: str) -> str | None:
     return _table(content, file, ("default",), "context", contexts, _speed, kept=False)
 
 
+def plot_contexts(axis: Any, rows: list[Record]) -> None:
+    """Plots tokens a pass by context: a line for each drafter, way and temperature of one model."""
+    model = rows[0]["model"]
+    mine = [row for row in rows if row["model"] == model]
+    for (drafter, way, temperature), found in _cells(mine, "drafter", "way", "temperature").items():
+        contexts = _cells(found, "context")
+        medians = [_median(cell, "tokens_per_pass") for cell in contexts.values()]
+        style = "-" if way == "tree" else "--"
+        label = f"{drafter}, {way}, T={temperature:g}"
+        axis.plot([context for (context,) in contexts], medians, f"o{style}", markersize=3, label=label)
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row["context"] for row in mine})
+    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
+    axis.set_ylim(bottom=1)
+    axis.set(xlabel="prompt, tokens", ylabel="tokens a pass, medians over texts")
+    axis.set_title(f"{model}, two levels, one round", fontsize=9)
+    axis.legend(fontsize=6, ncols=2)
+
+
+def _alone(content: Record) -> list[Record]:
+    return [row for row in content["rows"] if row["way"] in ("chain", "tree")]
+
+
+PLOTS = {"drafters_by_context": (FILE, _alone, (8, 4.5, 0), plot_contexts)}
 TABLES = {
     f"drafters_{name}": Table(FILE, partial(make, file=FILE), COMMAND)
     for name, make in (("context", by_context), ("kind", by_kind), ("speed", speed))

@@ -123,15 +123,18 @@ def by_context(content: Record) -> str | None:
 
 def origin_of(content: Record) -> str:
     """Returns machine, versions and what was not measured."""
-    told, notes = list[str](), dict[str, list[str]]()
+    machines, notes = dict[str, list[str]](), dict[str, list[str]]()
     for name, part in content["parts"].items():
         versions = part["versions"]
-        told.append(
-            f"{name}: {part['hardware']}, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}, {vocabulary_note(part['settings'])}, {part['date']}."
+        machine = (
+            f"{part['hardware']}, torch {versions['torch']}, transformers {versions['transformers']}, "
+            f"{vocabulary_note(part['settings'])}, {part['date']}"
         )
+        machines.setdefault(machine, []).append(name)
         for text in part["notes"]:
             notes.setdefault(text, []).append(name)
+    several = len(machines) > 1
+    told = [f"{', '.join(names)}: {text}." if several else f"{text}." for text, names in machines.items()]
     told += [f"Not measured in {', '.join(names)}: {text}." for text, names in notes.items()]
     return " ".join(told)
 
