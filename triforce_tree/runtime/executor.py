@@ -126,8 +126,8 @@ def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
 def graph_pool(device: torch.device) -> "torch.cuda.MemPool | None":
     """Returns memory for the tensors that graphs make; None without a GPU.
 
-    Graphs that share it must never run at the same time. The tensors that a graph makes have values until
-    another graph runs that was captured earlier.
+    Graphs that share it must never run at the same time. A tensor that a graph has made, and that is still
+    referenced, keeps its values until a graph runs that was captured before it.
     """
     return torch.cuda.MemPool() if device.type == "cuda" else None
 
