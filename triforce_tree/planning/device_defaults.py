@@ -57,7 +57,7 @@ _GROUPED = 4
 _DEFAULTS = HierarchyConfig().as_options()
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
 # A product with 8-bit weights takes a microsecond longer to launch than one with 16 bits, and a layer has
-# four of them (``docs/linear_layers.md``), so smaller layers gain nothing. On a CPU a few MiB stay in caches.
+# four of them (``docs/kernel.md``), so smaller layers gain nothing. On a CPU a few MiB stay in caches.
 _LEAST_LAYER, _LEAST_LAYER_CPU = 64 * MIB, 8 * MIB
 # Device memory that a copy of the weights leaves unused where its bits are chosen.
 _LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
