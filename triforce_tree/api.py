@@ -79,8 +79,7 @@ def load(
             A model is not changed, but for ``offload_weights=True``, which moves its layers' weights to
             page-locked host memory and all else to ``device``, and torchrun, under which it is sharded in
             place.
-        draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
-            any other.
+        draft: likewise; by default the embedded draft for the embedded target, and none for any other.
         drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching;
             ``"mtp"``, the MTP layers in the target's checkpoint; a folder or hub id with Medusa heads, an
             EAGLE-3 head or a DFlash block for the target, recognised from its files; or an object:
@@ -92,7 +91,7 @@ def load(
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
         gguf_file: name of a GGUF file in the target's folder or hub repository, with the target and its
-            tokenizer; its weights are unpacked.
+            tokenizer. Its weights are unpacked, but for float32 on a CPU, where most types stay packed.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
         pinned: called while offloaded weights allocate host memory, with the number of bytes.
