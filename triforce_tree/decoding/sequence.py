@@ -51,8 +51,7 @@ class Sequence:
         seed: the sequence's own seed, see ``verify/seeded.py``; None if it has none.
         matcher: the state of the grammar of its new tokens so far; None without a grammar.
         to_probs: its sampling options; None for those of the decoding loop.
-        outputs: which of "logits", "scores" and "logprobs" are wanted of its new tokens; None for those of
-            the request that it is decoded with.
+        outputs: which of "logits", "scores" and "logprobs" are wanted of its new tokens.
         tokens: the prompt and the new tokens so far.
         finish_reason: why it has ended; None while it runs.
         index: its batch index, which determines its KV slots; None before it has one.
@@ -70,7 +69,7 @@ class Sequence:
     seed: int | None = None
     matcher: Matcher | None = field(default=None, repr=False)
     to_probs: ProbsFromLogits | None = field(default=None, repr=False)
-    outputs: frozenset[str] | None = None
+    outputs: frozenset[str] = frozenset()
     tokens: list[int] = field(init=False, repr=False)
     finish_reason: str | None = None
     index: int | None = None

@@ -259,7 +259,7 @@ class Arguments:
             ]
             if number is not None:
                 return parts[0]
-            return Request.of_parts(parts, self.prompts.ids, self.input_ids, self.prompts.tokens, how)
+            return Request.of_parts(parts, self.prompts.ids, self.input_ids, how)
         own = {} if self.config is None else vars(self.config)
         sources = self.options, own, vars(target.model.generation_config)
         decay, ends = (_first(name, sources) for name in ("exponential_decay_length_penalty", "eos_token_id"))
@@ -348,9 +348,6 @@ class Request:
     Attributes:
         given_ids: the prompts as they were given, int64 ``[B, W]``; the output begins with them.
         input_ids: the prompts with all padding on the left, int64 ``[B, W]``, on the target's device.
-        prompts: the tokens of each prompt, without padding.
-        new_tokens: the most new tokens of a sequence.
-        outputs: which of "logits", "scores" and "logprobs" the output will have.
         sequences: one for each prompt.
         to_probs: maps logits to distributions.
         processors, criteria, config, model_inputs: see :class:`Prepared`.
@@ -363,9 +360,6 @@ class Request:
 
     given_ids: Tensor
     input_ids: Tensor
-    prompts: list[list[int]]
-    new_tokens: int
-    outputs: frozenset[str]
     sequences: list[Sequence]
     to_probs: ProbsFromLogits
     processors: LogitsProcessorList
@@ -376,6 +370,21 @@ class Request:
     pad_token: int
     parts: Sequences["Request"] = ()
     of_other: Callable[[list[int], Mapping[str, Any], RunOptions], "Request"] | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Returns the tokens of each prompt, without padding."""
+        return [sequence.prompt for sequence in self.sequences]
+
+    @property
+    def new_tokens(self) -> int:
+        """Returns the most new tokens of a sequence."""
+        return max(sequence.ending.max_new_tokens for sequence in self.sequences)
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """Returns which of "logits", "scores" and "logprobs" the output will have."""
+        return frozenset().union(*(sequence.outputs for sequence in self.sequences))
 
     @property
     def separate(self) -> Sequences["Request"]:
@@ -403,17 +412,13 @@ class Request:
         parts: Sequences["Request"],
         given_ids: Tensor,
         input_ids: Tensor,
-        prompts: list[list[int]],
         how: RunOptions,
     ) -> "Request":
         """Returns the request of prompts with different options, from the request of each."""
         sequences = [replace(part.sequences[0], number=number) for number, part in enumerate(parts)]
         return replace(
-            parts[0], given_ids=given_ids, input_ids=input_ids, prompts=list(prompts),
-            new_tokens=max(part.new_tokens for part in parts),
-            outputs=frozenset().union(*(part.outputs for part in parts)), sequences=sequences, how=how,
-            parts=tuple(parts),
-        )  # fmt: skip
+            parts[0], given_ids=given_ids, input_ids=input_ids, sequences=sequences, how=how, parts=parts
+        )
 
     @property
     def masked(self) -> bool:
@@ -445,24 +450,20 @@ class Request:
         check_prepared(config, processors, target.vocab_size)
         seeds = how.seeds if how.seeds is not None and config.do_sample else [None] * len(tokens)
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
+        named = ("logits", "scores") if config.return_dict_in_generate else ()
+        outputs = {name for name in named if getattr(config, f"output_{name}")}
+        if how.logprobs:
+            outputs.add("logprobs")
+        wanted = frozenset(outputs)
         sequences = []
         for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
             ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
             matcher = how.matcher(how.grammar[number] if how.grammar else None, ending.stop_tokens)
             reads = not to_probs.context_free
             probs = ProbsFromLogits(processors, to_probs.greedy, own, number) if reads else to_probs
-            sequences.append(Sequence(prompt, ending, number, seeds[number], matcher, probs))
+            sequences.append(Sequence(prompt, ending, number, seeds[number], matcher, probs, wanted))
         pad_token, _ = _padding(vars(config))
-        named = ("logits", "scores") if config.return_dict_in_generate else ()
-        outputs = {name for name in named if getattr(config, f"output_{name}")}
-        if how.logprobs:
-            outputs.add("logprobs")
-        for sequence in sequences:
-            sequence.outputs = frozenset(outputs)
-        return cls(
-            given_ids, input_ids, list(tokens), sequences[0].ending.max_new_tokens, frozenset(outputs),
-            sequences, to_probs, *prepared, how, pad_token,
-        )  # fmt: skip
+        return cls(given_ids, input_ids, sequences, to_probs, *prepared, how, pad_token)
 
     @classmethod
     def from_transformers(

@@ -44,7 +44,7 @@ class EmittedScores:
         """Adds a sequence, whose number is the next one."""
         for kept in self._values.values():
             kept.append([])
-        self._wanted.append(sequence.outputs or frozenset())
+        self._wanted.append(sequence.outputs)
         self._texts.append(id_tensor(sequence.prompt))
 
     def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
