@@ -166,6 +166,14 @@ def test_one_of_them_may_be_asked_for_in_a_configuration(caplog: pytest.LogCaptu
     assert not caplog.records, "transformers' warning that they are ignored would be wrong"
 
 
+@pytest.mark.parametrize("penalty", [None, 1.2], ids=["together", "one-by-one"])
+def test_a_list_says_which_prompts_get_log_probabilities(penalty: float | None) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 3, "repetition_penalty": penalty}
+    out = small_engine().generate([PROMPT, OTHER], logprobs=[False, True], **how)
+    assert (out.logprobs != 0).any(1).tolist() == [False, True]
+    assert small_engine().generate([PROMPT, OTHER], logprobs=[False, None], **how).logprobs is None
+
+
 def test_nothing_is_read_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Verifier, count: int) -> Tensor:
         raise AssertionError

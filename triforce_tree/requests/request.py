@@ -51,6 +51,7 @@ class RunOptions:
 
     Attributes:
         grammar: the grammar of each prompt, or None; None if there are none.
+        logprobs: whether the log-probabilities of each prompt's new tokens are wanted; None for no prompt.
         grammars: compiles them.
     """
 
@@ -59,7 +60,7 @@ class RunOptions:
     seed: int | None = None
     seeds: list[int | None] | None = None
     pinned: Callable[[int], None] | None = None
-    logprobs: bool | Sequences[bool | None] = False
+    logprobs: list[bool] | None = None
     max_batch: int | None = None
     joining: Joining | None = None
     grammar: list[Grammar | None] | None = None
@@ -80,12 +81,10 @@ class RunOptions:
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         seeds = self.seeds and self.seeds[number : number + 1]
         grammar = self.grammar and self.grammar[number : number + 1]
-        streamers, logprobs = self.streamers.alone(number), self.logprobs
-        if not isinstance(logprobs, bool):
-            logprobs = bool(logprobs[number])
+        logprobs = self.logprobs and self.logprobs[number : number + 1]
         return replace(
-            self, streamers=streamers, seed=seed, seeds=seeds, grammar=grammar, logprobs=logprobs,
-            joining=None,
+            self, streamers=self.streamers.alone(number), seed=seed, seeds=seeds, grammar=grammar,
+            logprobs=logprobs, joining=None,
         )  # fmt: skip
 
 
@@ -122,17 +121,17 @@ def speculation_of(given: Any) -> SpeculationLimit | None:
     return SpeculationLimit(levels, checked("length", length))
 
 
-def logprobs_of(given: Any, count: int) -> bool | list[bool | None]:
-    """Returns a flag for all sequences, or a list with one for each of ``count`` sequences.
+def logprobs_of(given: Any, count: int) -> list[bool]:
+    """Returns a flag for each of ``count`` sequences.
 
     Raises:
         ValueError: the value is something else, or the list has another length.
     """
     if not isinstance(given, (list, tuple)):
-        return bool(checked("logprobs", given))
+        return [bool(checked("logprobs", given))] * count
     if len(given) != count:
         raise ValueError(f"logprobs has {len(given)} values for {count} prompts; give one for each, or one")
-    return [checked("logprobs", each) for each in given]
+    return [bool(checked("logprobs", each)) for each in given]
 
 
 class Prepared(NamedTuple):
@@ -451,16 +450,14 @@ class Request:
         seeds = how.seeds if how.seeds is not None and config.do_sample else [None] * len(tokens)
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
         named = ("logits", "scores") if config.return_dict_in_generate else ()
-        outputs = {name for name in named if getattr(config, f"output_{name}")}
-        if how.logprobs:
-            outputs.add("logprobs")
-        wanted = frozenset(outputs)
+        outputs = frozenset(name for name in named if getattr(config, f"output_{name}"))
         sequences = []
         for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
             ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
             matcher = how.matcher(how.grammar[number] if how.grammar else None, ending.stop_tokens)
             reads = not to_probs.context_free
             probs = ProbsFromLogits(processors, to_probs.greedy, own, number) if reads else to_probs
+            wanted = outputs | {"logprobs"} if how.logprobs and how.logprobs[number] else outputs
             sequences.append(Sequence(prompt, ending, number, seeds[number], matcher, probs, wanted))
         pad_token, _ = _padding(vars(config))
         return cls(given_ids, input_ids, sequences, to_probs, *prepared, how, pad_token)
@@ -505,7 +502,7 @@ class Request:
         if options is not None:
             assert self.of_other is not None, "prompts join the requests of Engine.generate"
             own = {name: value for name, value in options.items() if name != "logprobs"}
-            how = RunOptions(seeds=[seed], logprobs=bool(options.get("logprobs")))
+            how = RunOptions(seeds=[seed], logprobs=[bool(options.get("logprobs"))])
             [sequence] = self.of_other(prompt, {**own, "max_new_tokens": new_tokens}, how).sequences
             return replace(sequence, number=number)
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
