@@ -235,9 +235,9 @@ class FullCache:
             if index is None and current == "none":
                 self.backend.forget()
             moved = self.backend.place(prompts, index, features)
-            if index is None:
-                for b in moved:
-                    self.means.lost(b, 0)
+            # The means at an index are those of the text before.
+            for b in moved if index is None else [index]:
+                self.means.lost(b, 0)
             forks = [0] * len(prompts)
             if self._exchange is not None and reuse != "none":
                 for n, (b, prompt) in enumerate(enumerate(prompts, first)):
@@ -263,7 +263,6 @@ class FullCache:
             if in_chunks:
                 # Until they are prefilled, passes write after the tokens that the sequence has.
                 self.cached.keep(first, starts[0])
-                self.means.lost(first, 0)
                 self._paused.pop(first, None)
                 self._fork_of[first] = forks[0]
                 return starts

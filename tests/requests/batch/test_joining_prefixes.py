@@ -36,6 +36,9 @@ PROMPTS = [
     asked(FIRST, 3), asked(SECOND, 4), [5], asked(FIRST, 5),
 ]  # fmt: skip
 
+# Documents that take each other's places, and whose chunks are all stored when one comes again.
+AGAIN = [document[: DOCUMENT + 1] for document in (FIRST, SECOND, prompt_of(300)[::-1], prompt_of(300)[100:])]
+
 
 def coming_of(
     prompts: Sequences[list[int]], rows: int, tokens: int | None = None,
@@ -87,13 +90,16 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int, fed: list[int]) -> 
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("prompts", "rows"), [(PROMPTS, 3), (2 * AGAIN, 2)], ids=["new", "again"])
+def test_level_1_retrieves_as_over_copies(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], rows: int
+) -> None:
     """Texts would not show it: level 2 verifies them."""
 
     def counts() -> list[tuple[int, int, int]]:
-        coming = coming_of(PROMPTS, 3)
-        decoded(SHARING["three levels"](), coming, 3)
-        levels = [coming.outputs[number].levels[-1] for number in range(len(PROMPTS))]
+        coming = coming_of(prompts, rows, new=[15] * len(prompts))
+        decoded(SHARING["three levels"](), coming, rows, max_new_tokens=15)
+        levels = [coming.outputs[number].levels[-1] for number in range(len(prompts))]
         return [(level.forwards, level.accepted, level.proposed) for level in levels]
 
     once = counts()
