@@ -219,7 +219,7 @@ class ChunkedPrefill:
         """
         for index in self._stale:
             if (prompt := self._prompts.get(index)) is not None:
-                prompt.seen = program.rest(index, prompt.held)
+                prompt.seen = program.cache.backend.rest(index, prompt.held)
             program.begin(index, texts())
         self._stale.clear()
 

@@ -213,17 +213,16 @@ class FullCache:
         reuse: Reuse = "none",
         features: Features | None = None,
         index: int | None = None,
-        in_chunks: bool = False,
     ) -> list[int]:
-        """Prefills all but each prompt's last token.
+        """Prefills all but each prompt's last token, or gives KV slots to a prompt that joins the others.
 
         Args:
             prompts: the prompts of all sequences, or the only prompt that replaces a sequence.
             progress: called with numbers of tokens; those that the cache holds come first.
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any.
-            index: the batch index of the sequence that is replaced while the others continue; None for all.
-            in_chunks: whether the only prompt just gets its KV slots, and :meth:`prefill_chunk` computes it.
+            index: the batch index of the sequence that the only prompt replaces while the others continue;
+                :meth:`prefill_chunk` then computes it. None to prefill the prompts of all sequences.
 
         Returns:
             how many tokens of each prompt the cache already held.
@@ -260,20 +259,19 @@ class FullCache:
                     for b, start in enumerate(starts, first):
                         features.begin(b, start)
                 return starts
-            if in_chunks:
+            if index is not None:
                 # Until they are prefilled, passes write after the tokens that the sequence has.
-                self.cached.keep(first, starts[0])
-                self._paused.pop(first, None)
-                self._fork_of[first] = forks[0]
+                self.cached.keep(index, starts[0])
+                self._paused.pop(index, None)
+                self._fork_of[index] = forks[0]
                 return starts
             with self._target.active():
                 run = PromptRun(progress, self.states, features)
-                begun = self._fork(prompts, first, starts, forks, run)
-                reused = self.backend.prefill(prompts, first, begun, run)
-            if index is None:
-                self.means.written(starts)
+                begun = self._fork(prompts, starts, forks, run)
+                reused = self.backend.prefill(prompts, 0, begun, run)
+            self.means.written(starts)
             if reuse == "all" and marks is not None:
-                for b, prompt in enumerate(prompts, first):
+                for b, prompt in enumerate(prompts):
                     marks.add(b, len(prompt) - 1)
             self._computed_by = computed_by
             return reused if begun == starts else starts
@@ -329,12 +327,7 @@ class FullCache:
             raise
 
     def _fork(
-        self,
-        prompts: Sequence[Sequence[int]],
-        first: int,
-        starts: Sequence[int],
-        forks: Sequence[int],
-        run: PromptRun,
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], forks: Sequence[int], run: PromptRun
     ) -> list[int]:
         """Prefills prompts up to where they diverge from kept texts, so that later prompts can begin there.
 
@@ -350,11 +343,11 @@ class FullCache:
         begun = list(starts)
         if self.marks is None or self._exchange is None or not (self.backend.replaces or len(prompts) == 1):
             return begun
-        for n, (prompt, fork) in enumerate(zip(prompts, forks, strict=True)):
-            if begun[n] + self._exchange.block <= fork < len(prompt) - 1:
-                self.backend.prefill([prompt[: fork + 1]], first + n, [begun[n]], run)
-                self.marks.add(first + n, fork)
-                begun[n] = fork
+        for b, (prompt, fork) in enumerate(zip(prompts, forks, strict=True)):
+            if begun[b] + self._exchange.block <= fork < len(prompt) - 1:
+                self.backend.prefill([prompt[: fork + 1]], b, [begun[b]], run)
+                self.marks.add(b, fork)
+                begun[b] = fork
         return begun
 
     def exchange_with(self, prefixes: KeptPrefixes) -> None:

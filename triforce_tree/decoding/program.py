@@ -523,7 +523,7 @@ class DecodingProgram:
             how many tokens of the prompt are reused.
         """
         self._check([prompt])
-        [reused] = self.cache.prefill([prompt], progress, reuse, self.state.features, index, in_chunks=True)
+        [reused] = self.cache.prefill([prompt], progress, reuse, self.state.features, index)
         return reused
 
     def prefill_chunk(
@@ -536,13 +536,6 @@ class DecodingProgram:
     ) -> tuple[int, int]:
         """Prefills the next chunk of a prompt that was placed; see :meth:`FullCache.prefill_chunk`."""
         return self.cache.prefill_chunk(index, prompt, start, reuse, progress, self.state.features)
-
-    def rest(self, index: int, held: int) -> int:
-        """Lets the others run while a prompt is not complete; see :meth:`KVBackend.rest`.
-
-        :meth:`begin` then begins the sequence after as many tokens as are returned.
-        """
-        return self.cache.backend.rest(index, held)
 
     def begin(self, index: int, sequences: Sequence[Sequence[int]]) -> None:
         """Begins a sequence at one batch index while the others continue.
