@@ -11,8 +11,10 @@ import torch
 import xgrammar
 
 import triforce_tree
+from tests.support.models.joining import Coming
 from triforce_tree import Engine
 from triforce_tree.grammar import EBNF, Choice, JSONObject, JSONSchema, Regex
+from triforce_tree.requests.joining import Joined
 
 SCHEMA = {
     "type": "object",
@@ -143,5 +145,11 @@ def test_forced_tokens_are_drafted(options: dict[str, Any]) -> None:
     assert out.levels is not None
     assert out.new_tokens > 60
     assert out.levels[-1].forwards <= out.new_tokens / 2
+    # A sequence that joins others without a grammar has the same.
+    coming = Coming([Joined(engine.tokenizer("The weather in")["input_ids"], 90, grammar=Choice([CALL]))], 2)
+    engine.generate("The weather in", joining=coming, max_batch=2, **short)
+    joined = coming.outputs[1]
+    assert joined.finish_reason == "eos"
+    assert joined.levels[-1].forwards <= joined.new_tokens / 2
     # Nothing is forced after it.
     assert engine.generate("The weather in", **short).text == free.text

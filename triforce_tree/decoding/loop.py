@@ -169,11 +169,10 @@ class DecodingLoop:
         seed: int,
         repeatable: bool = False,
         progress: Progress | None = None,
-        masked: bool = False,
     ) -> "DecodingLoop":
         """Returns a loop over a given program; :meth:`begin` then gives it sequences."""
         nothing: ByIndex = [None] * program.batch
-        loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress, masked=masked)
+        loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress)
         loop._make_program()
         return loop
 
@@ -541,15 +540,15 @@ class DecodingLoop:
             start = time.perf_counter() - program.capture_seconds  # no decoding
             texts = [s.tokens if s is not None else None for s in running]
             longest = max(map(len, self._texts()))
-            if self._masked and program.drafter is not None:
-                matchers = [None if s is None else s.matcher for s in running]
+            matchers = [s.matcher if s is not None else None for s in running]
+            if program.masked and program.drafter is not None:
                 program.drafter.force([[] if m is None else m.forced(LONGEST) for m in matchers])
             kind = chooser.choose(texts, longest, max(s.left for s in running if s is not None))
             clock.start()
             if kind != PLAIN:
                 kind = self._prepare_levels(kind, texts, self._after_plain)
             if program.masked and program.masks is not None:
-                program.masks.begin_pass([None if s is None else s.matcher for s in running])
+                program.masks.begin_pass(matchers)
             self.draws.before_pass([None if text is None else len(text) for text in texts])
             for name, level in program.stages_of_pass(kind):
                 program.run(name, *self.draws.generators)

@@ -184,7 +184,7 @@ class Generations:
         plan: Sequences[int | PassKind] = (),
     ) -> list[tuple[int, ...]]:
         """Returns the new tokens of each sequence, the first ``runs`` of which are used."""
-        loop = DecodingLoop.over(self.program, to_probs, 0, masked=bool(self.languages))
+        loop = DecodingLoop.over(self.program, to_probs, 0)
         if plan:
             kinds = cycle(
                 kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
