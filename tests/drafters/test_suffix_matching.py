@@ -33,7 +33,7 @@ class Proposing:
         to_probs = DeviceProbs([ProbsFromLogits()], batch, 3, CPU, Noise)
         self.tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), batch, vocabulary, CPU)
         nodes = self.tree.probs.shape[1]
-        self.sampler = Sampler(to_probs, to_probs.noise(batch, nodes, vocabulary), nodes)
+        self.sampler = Sampler(to_probs, to_probs.noise(nodes), nodes)
         self.write([[] for _ in prompts])
         drafter.bind(self.state)
         drafter.start(prompts)

@@ -327,32 +327,24 @@ class DecodingProgram:
 
     def _stages_of(self, to_probs: DeviceProbs) -> dict[str, Stage]:
         """Returns the stages for one kind of sampling, by name, with trees of the first shape."""
-        state, vocabulary = self.state, self.target.vocab_size
+        state = self.state
         stages: dict[str, Stage] = {}
         if self.drafter is not None:
             stages |= self._tree_stages(to_probs, 0)
             if self.levels == 3:
                 tail = None
                 if self.tail_tree:
-                    tail = DraftStage(self.drafter, to_probs, state, vocabulary, probs=state.chain_probs)
+                    tail = DraftStage(self.drafter, to_probs, state, probs=state.chain_probs)
                 stages["target"] = ChainVerifyStage(
-                    self.full,
-                    self.full_view,
-                    self.retrieval,
-                    to_probs,
-                    state,
-                    vocabulary,
-                    self.runner_ups,
-                    tail,
+                    self.full, self.full_view, self.retrieval, to_probs, state, self.runner_ups, tail
                 )
-        stages["plain"] = PlainStage(self.full, self.cache.token_view, to_probs, state, vocabulary)
+        stages["plain"] = PlainStage(self.full, self.cache.token_view, to_probs, state)
         return stages
 
     def _tree_stages(self, to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
         """Returns the stages that propose and verify trees of one shape."""
         assert self.drafter is not None
-        state, vocabulary = self.state, self.target.vocab_size
-        draft = DraftStage(self.drafter, to_probs, state, vocabulary, shape)
+        draft = DraftStage(self.drafter, to_probs, self.state, shape)
         stages: dict[str, Stage] = {"draft": draft}
         nodes = draft.tree.nodes
         view = self.retrieval
@@ -361,10 +353,10 @@ class DecodingProgram:
                 view = view.resized(nodes, draft.tree.depths.tolist())
             for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
                 # Each has its own verifier, which knows the outputs of one captured forward.
-                verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
+                verifier = Verifier(self.retrieval_model, to_probs, self.state, nodes)
                 stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
         if view is None or self.two_levels:
-            verifier = Verifier(self.full, to_probs, state, nodes, vocabulary)
+            verifier = Verifier(self.full, to_probs, self.state, nodes)
             stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
                 draft, verifier, self.full_view
             )

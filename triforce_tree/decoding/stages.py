@@ -52,18 +52,18 @@ class DraftStage:
         drafter: Drafter,
         to_probs: DeviceProbs,
         state: SequenceState,
-        vocabulary: int,
         number: int = 0,
         probs: Tensor | None = None,
     ) -> None:
         self.drafter, self.state = drafter, state
-        reported = 0 if drafter.deterministic else vocabulary
+        reported = 0 if drafter.deterministic else to_probs.vocabulary
         shape = grown_shapes(drafter)[number]
         self.tree = TokenTree.of(shape, state.batch, reported, state.device, number)
+        rows = self.tree.probs.shape[1]
         if probs is not None:
-            self.tree.probs = probs[:, probs.shape[1] - self.tree.probs.shape[1] :]
-        self.noise = [to_probs.noise(state.batch, self.tree.probs.shape[1], reported)]
-        self.sampler = Sampler(to_probs, self.noise[0], self.tree.probs.shape[1])
+            self.tree.probs = probs[:, probs.shape[1] - rows :]
+        self.noise = [to_probs.noise(0 if drafter.deterministic else rows)]
+        self.sampler = Sampler(to_probs, self.noise[0], rows)
 
     def steps(self) -> list[Step]:
         capturable = self.drafter.capturable and (self.drafter.deterministic or self.sampler.capturable)
@@ -96,7 +96,7 @@ class RetrievalVerifyStage:
         self.tree, self.state, self.verifier, self.view = draft.tree, draft.state, verifier, view
         self.runner_ups, self.choosing = runner_ups, choosing
         drawn = self.tree.depth + 1 if runner_ups else 0
-        self._runner_up_noise = verifier.to_probs.noise(self.state.batch, drawn, verifier.vocabulary)
+        self._runner_up_noise = verifier.to_probs.noise(drawn)
         self.noise = [verifier.noise, self._runner_up_noise]
         self._offsets = torch.arange(self.tree.depth + 1, device=self.state.device)
         self._root: Tensor
@@ -141,15 +141,14 @@ class ChainVerifyStage:
         means: RetrievalView | None,
         to_probs: DeviceProbs,
         state: SequenceState,
-        vocabulary: int,
         runner_ups: bool,
-        tail: DraftStage | None = None,
+        tail: DraftStage | None,
     ) -> None:
         self.state, self.means, self.tail = state, means, tail
         self.laid_out = ChainTree(state, runner_ups, tail.tree if tail is not None else None)
         self.tree = self.laid_out.tree
         self.view = full(self.tree.nodes, self.laid_out.mask, self.laid_out.depths)
-        self.verifier = Verifier(model, to_probs, state, self.tree.nodes, vocabulary)
+        self.verifier = Verifier(model, to_probs, state, self.tree.nodes)
         self.noise = [*(tail.noise if tail is not None else ()), self.verifier.noise]
         self._root: Tensor
 
@@ -220,17 +219,10 @@ class PlainStage:
         full: makes views of the full cache.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        full: FullView,
-        to_probs: DeviceProbs,
-        state: SequenceState,
-        vocabulary: int,
-    ) -> None:
+    def __init__(self, model: StepModel, full: FullView, to_probs: DeviceProbs, state: SequenceState) -> None:
         self.state = state
         self.view = full(1, None, None)
-        self.verifier = Verifier(model, to_probs, state, 1, vocabulary)
+        self.verifier = Verifier(model, to_probs, state, 1)
         self.noise = [self.verifier.noise]
         self.tree = TokenTree.of(DeviceTreeShape(()), state.batch, 0, model.device)
         self._root: Tensor

@@ -38,6 +38,7 @@ class DeviceProbs:
         capturable: whether a CUDA graph can capture the computation, that is, no logits processor is called
             on the host.
         masked: whether sequences may have grammars.
+        batch, vocabulary: as given.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DeviceProbs:
         noise: NoiseFactory,
         masks: GrammarMasks | None = None,
     ) -> None:
-        self.masked, self._masks = masks is not None, masks
+        self.batch, self.vocabulary, self.masked, self._masks = batch, vocabulary, masks is not None, masks
         self.kind, self._device, self._noise = kind_of(settings), device, noise
         self.greedy, self.mixed = self.kind.greedy, self.kind.mixed
         self.capturable = settings[0].in_stages
@@ -90,11 +91,11 @@ class DeviceProbs:
         if self._adjust is not None:
             self._adjust.committed(new)
 
-    def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
+    def noise(self, rows: int, uniforms: int = 0) -> Noise:
         """Makes the :class:`Noise` of a stage that draws from these distributions; empty if greedy."""
         if self.greedy:
             rows = uniforms = 0
-        noise = self._noise(batch, rows, vocabulary, uniforms, self._device)
+        noise = self._noise(self.batch, rows, self.vocabulary, uniforms, self._device)
         noise.still = self._greedy_indices
         return noise
 

@@ -41,23 +41,14 @@ class Verifier:
         to_probs: computes probabilities from logits.
         state: the sequences.
         nodes: most nodes of a tree.
-        vocabulary: V.
 
     Attributes:
         acceptance: the result of the last verification.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        to_probs: DeviceProbs,
-        state: SequenceState,
-        nodes: int,
-        vocabulary: int,
-    ) -> None:
+    def __init__(self, model: StepModel, to_probs: DeviceProbs, state: SequenceState, nodes: int) -> None:
         self.model, self.to_probs, self.state = model, to_probs, state
-        self.vocabulary = vocabulary
-        self.noise, self._masks = to_probs.noise(state.batch, 1, vocabulary, nodes), to_probs.masks(nodes)
+        self.noise, self._masks = to_probs.noise(1, nodes), to_probs.masks(nodes)
         self.acceptance: Acceptance
         self._logits: Tensor
         self._hidden: dict[int, Tensor] = {}
