@@ -189,7 +189,7 @@ def test_a_trial_changes_nothing(kind: str, draw: random.Random) -> None:
     cache.feed([prompt_of(40), prompt_of(33)])
     texts = [list(text) for text in cache.texts]
     for length in (MOST - 1, 0, 20):
-        with cache.backend.trial(length, cache.spec.scratch + 1, unknown=False):
+        with cache.backend.trial(length, cache.spec.scratch + 1):
             cache.texts = [[7] * (length + 1) for _ in texts]
             view, _ = cache.forward([-1, 0, 0], [[1, 2], [3, 4]])
             view.move(torch.tensor([[0, 2, -1], [0, 1, -1]]))

@@ -132,7 +132,3 @@ def test_refusals() -> None:
     )
     with pytest.raises(ValueError, match=r"kv_bits=8 keeps the cache of .* on the device, with .* GiB"):
         engine.memory_plan(900_000, 100)
-    program = program_of(tiny("llama-gqa"), None, 1)
-    config = HierarchyConfig.from_options(**SMALL, kv_bits=8)
-    with pytest.raises(ValueError, match="kv_bits=8, but the given store has 16"):
-        DecodingProgram(program.target, None, config, 1, 150, 1, store=program.store)

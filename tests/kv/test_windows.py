@@ -7,7 +7,6 @@ in small blocks; memory holds NaN until it is written.
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.support.models.families import perturbed, prompt_of, tiny
@@ -21,11 +20,8 @@ from tests.support.models.program_cases import (
     reference,
 )
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv import prefill as prefill_module
 from triforce_tree.kv import store as store_module
-from triforce_tree.kv.store import KVStore
-from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -127,18 +123,18 @@ def test_a_retrieval_whose_budget_covers_the_sequence_is_always_accepted(to_prob
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
+def test_rings_draw_what_whole_stores_draw(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled tokens of the same seeds."""
     target = tiny("gemma2")
     draft = perturbed(target, 0.05)
     drawn = []
     program = program_of(target, draft, levels, 2, max_seq_len=200, budget=16)
     drawn = [decoded(program, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
-    shape = (2, program.store.slots, torch.device("cpu"), torch.float32, program.store.page)
-    whole = KVStore(HFModel(target).kv_shapes, *shape)
-    assert not any(group.ring for group in whole.groups)
-    small = None if levels == 1 else TreeDrafter(HFModel(draft), program.config)
-    other = DecodingProgram(HFModel(target), small, program.config, 2, 200, levels, store=whole)
+    assert any(group.ring for group in program.store.groups)
+    # Rings of so large pages would save no memory.
+    monkeypatch.setattr(store_module, "RING_PAGE", 1024)
+    other = program_of(target, draft, levels, 2, max_seq_len=200, budget=16)
+    assert not any(group.ring for group in other.store.groups)
     assert drawn == [decoded(other, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
     assert drawn[0] != drawn[1]
 
@@ -162,13 +158,3 @@ def test_a_rewind_prefills_again_what_rings_have_overwritten(
     assert decoded(program, beginnings, [23, 23], again=True)[0] == [new[7:] for new in first]
     assert lengths == [40, 177]
     assert decoded(program, PROMPTS, [30, 30], again=True)[0] == first
-
-
-def test_a_ring_with_too_few_scratch_slots_is_refused() -> None:
-    target = HFModel(tiny("gemma3"))
-    store = KVStore(target.kv_shapes, 1, 800, torch.device("cpu"), torch.float32, scratch=10)
-    config = program_of(target.model, None, 1).config
-    with pytest.raises(
-        ValueError, match=r"a store of 1 x 832 KV slots cannot hold 1 x .* make a larger store"
-    ):
-        DecodingProgram(target, None, config, 1, 200, 1, store=store)

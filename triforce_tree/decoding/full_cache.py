@@ -19,7 +19,6 @@ from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.prefill import forward_end
 from triforce_tree.kv.prefix_exchange import PrefixExchange
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
-from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import RetrievalView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
@@ -106,7 +105,7 @@ class FullCache:
         batch: the number of sequences.
         max_seq_len: the most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
-        offload, pinned, store, pool: see ``kv.choose.make_backend``.
+        offload, pinned, pool: see ``kv.choose.make_backend``.
         kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
             more. Its keys and values on the device are taken over, in place if this cache fits into its
             memory, else as a copy.
@@ -121,7 +120,7 @@ class FullCache:
         retrieval: level 1's view; None with fewer than three levels.
 
     Raises:
-        ValueError: settings that the backend does not serve, or a store that does not fit.
+        ValueError: settings that the backend does not serve.
         HostMemoryError: host memory is short.
     """
 
@@ -134,7 +133,6 @@ class FullCache:
         levels: int,
         offload: Offload | None = None,
         pinned: Callable[[int], None] | None = None,
-        store: KVStore | None = None,
         kept: "FullCache | None" = None,
         pool: PoolSize | None = None,
     ) -> None:
@@ -142,13 +140,11 @@ class FullCache:
         self._arrangement = target.streamed.arrangement if target.streamed is not None else 0
         spec = CacheSpec(target, config, batch, max_seq_len, levels)
         earlier = kept.backend if kept is not None else None
-        self.backend: KVBackend = make_backend(spec, offload, pinned, pool, store, earlier)
+        self.backend: KVBackend = make_backend(spec, offload, pinned, pool, earlier)
         self.cached, self.retrieval = self.backend.cached, self.backend.retrieval
         self._scratch = spec.scratch
         self._computed_by: object = None
         self._exchange: PrefixExchange | None = None
-        # A store that was given holds tokens that are not known here.
-        self._given = store is not None
         # Recurrent states of sequences whose prefill is interrupted by passes of the others.
         self._paused: dict[int, list[Tensor]] = {}
         # Tokens that their prompts share with kept texts.
@@ -465,7 +461,7 @@ class FullCache:
         What they write is undone. Afterwards the sequences must be prefilled again, or :meth:`begin` called.
         """
         states = self.states.saved() if self.states is not None else nullcontext()
-        with self.backend.trial(length, self._scratch + 1, self._given), states:
+        with self.backend.trial(length, self._scratch + 1), states:
             yield
         if length < self._max_seq_len - 1:
             self.means.update_all()

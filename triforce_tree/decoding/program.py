@@ -24,7 +24,6 @@ from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.pool.size import PoolSize
-from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
 from triforce_tree.policy.costs import KnownCosts
@@ -99,7 +98,6 @@ class DecodingProgram:
         levels: 1, 2 or 3.
         offload: how the full cache is split between device and host; None keeps it on the device.
         progress: called with the bytes of host memory as they are pinned.
-        store: KV slots on the device to use, with their present contents; by default new slots are allocated.
         noise: makes the random numbers of every stage.
         kept, pool: the cache of an earlier program, and a pool of KV slots, see :class:`FullCache`.
         level_one: makes the model of level 1 in fewer bits; it has the arguments of ``low_bit_model``.
@@ -129,8 +127,7 @@ class DecodingProgram:
         graph_memory: the memory of the stages' graphs; None without a GPU.
 
     Raises:
-        ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
-            streamed weights with a level 1 of 16 bits.
+        ValueError: several levels without a drafter, or streamed weights with a level 1 of 16 bits.
         HostMemoryError: host memory is short.
     """
 
@@ -146,7 +143,6 @@ class DecodingProgram:
         levels: int,
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
-        store: KVStore | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
         pool: PoolSize | None = None,
@@ -169,8 +165,7 @@ class DecodingProgram:
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
         self.tail_tree = levels == 3 and config.tail_tree
-        size = batch, max_seq_len, levels
-        self.cache = FullCache(target, config, *size, offload, progress, store, kept, pool)
+        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, kept, pool)
         self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
         self.store = self.cache.backend.store
         self.two_levels = self._may_choose_levels(config)

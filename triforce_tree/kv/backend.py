@@ -362,15 +362,13 @@ class KVBackend:
     # Trials and the end
 
     @contextmanager
-    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
+    def trial(self, length: int, count: int) -> Iterator[None]:
         """Undoes, at the end, what passes wrote after made-up sequences of ``length`` tokens.
 
         Args:
             count: slots after them that passes write.
-            unknown: whether the slots hold more than ``cached`` says.
         """
-        held = [len(tokens) for tokens in self.cached.held]
-        self.store.initialise([None] * len(held) if unknown else held)
+        self.store.initialise([len(tokens) for tokens in self.cached.held])
         with self.store.saved(length, count):
             yield
 

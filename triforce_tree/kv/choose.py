@@ -10,7 +10,6 @@ from triforce_tree.kv.parallel.backend import SplitBackend
 from triforce_tree.kv.parallel.store import split_of
 from triforce_tree.kv.pool.backend import PooledBackend
 from triforce_tree.kv.pool.size import PoolSize
-from triforce_tree.kv.store import KVStore
 
 
 def make_backend(
@@ -18,7 +17,6 @@ def make_backend(
     offload: Offload | None = None,
     pinned: Callable[[int], None] | None = None,
     pool: PoolSize | None = None,
-    store: KVStore | None = None,
     kept: KVBackend | None = None,
 ) -> KVBackend:
     """Returns a backend; its memory is that of an earlier one, ``kept``, if that fits.
@@ -28,11 +26,10 @@ def make_backend(
         offload: how to split the slots between device and host; None keeps them on the device.
         pinned: called with bytes of host memory as they are taken.
         pool: the pool that the sequences share; None gives each slots of its own.
-        store: slots on the device to work on, with whatever they hold; by default new ones.
         kept: an earlier backend of the same target and bits, which is not used at the same time.
 
     Raises:
-        ValueError: settings that the backend does not serve, or a store that does not fit.
+        ValueError: settings that the backend does not serve.
         HostMemoryError: host memory is short.
     """
     if offload is not None:
@@ -42,4 +39,4 @@ def make_backend(
         return SplitBackend(spec, split)
     if pool is not None:
         return PooledBackend(spec, pool, kept)
-    return DeviceBackend(spec, store, kept.store if kept is not None else None)
+    return DeviceBackend(spec, kept.store if kept is not None else None)

@@ -16,40 +16,23 @@ class DeviceBackend(KVBackend):
 
     Args:
         spec: what the slots are needed for.
-        store: slots to work on, with whatever they hold; with None those of ``kept`` if they serve, else new
-            ones.
-        kept: slots of an earlier backend, which is not used any more, or None.
-
-    Raises:
-        ValueError: a store that is too small, of other bits, or cannot be paged by chunks.
+        kept: slots of an earlier backend, which is not used any more, or None. They are used if they serve.
     """
 
     readable = True
 
-    def __init__(self, spec: CacheSpec, store: KVStore | None, kept: KVStore | None) -> None:
+    def __init__(self, spec: CacheSpec, kept: KVStore | None) -> None:
         super().__init__(spec)
         config, bits, scratch = spec.config, spec.config.kv_bits, spec.scratch
         page = config.retrieval.chunk if spec.levels == 3 else 64
-        positions = spec.max_seq_len + scratch
-        least = max(positions, config.retrieval.budget)
-        if store is None and kept is not None and kept.serves(spec.batch, least, scratch, page, bits):
-            store = kept
-        if store is None:
-            target = spec.target
-            store = KVStore(
-                target.kv_layers,
-                spec.batch,
-                spec.slots,
-                target.device,
-                target.dtype,
-                page,
-                scratch,
-                bits=bits,
+        least = max(spec.max_seq_len + scratch, config.retrieval.budget)
+        if kept is not None and kept.serves(spec.batch, least, scratch, page, bits):
+            self.store = kept.in_pages(page)
+        else:
+            target, sizes = spec.target, (spec.batch, spec.slots)
+            self.store = KVStore(
+                target.kv_layers, *sizes, target.device, target.dtype, page, scratch, bits=bits
             )
-        if store.bits != bits:
-            raise ValueError(f"kv_bits={bits}, but the given store has {store.bits}; make another")
-        store.check_size(spec.batch, positions, scratch)
-        self.store = store.in_pages(page)
         self.store.attention = spec.attention
         self.retrieval = spec.retrieval(PagedRetrievalView, self.store)
 

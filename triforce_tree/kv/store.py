@@ -331,25 +331,11 @@ class KVStore:
             for (slots, places), old in zip(written, before, strict=True):
                 slots[..., places, :] = old
 
-    def check_size(self, batch: int, positions: int, scratch: int) -> None:
-        """Raises ValueError if ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
-        enough = self.scratch is None or self.scratch >= scratch
-        if self.batch != batch or self.slots < positions or not enough:
-            raise ValueError(
-                f"a store of {self.batch} x {self.slots} KV slots cannot hold {batch} x {positions} "
-                f"({positions - scratch} tokens and {scratch} scratch slots after them); make a larger store"
-            )
-
     def in_pages(self, page: int) -> "KVStore":
         """Returns a store on the same memory whose tables have another page size, in layers without a window.
 
-        Raises:
-            ValueError: their slots are not a whole number of such pages.
+        Their slots must be a whole number of such pages.
         """
-        if self.slots % page:
-            raise ValueError(
-                f"{self.slots} KV slots are not a multiple of a page of {page}; use another page"
-            )
         other = copy.copy(self)
         other.page = page
         other.groups = [g if g.ring else replace(g, page=page) for g in self.groups]

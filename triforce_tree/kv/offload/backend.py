@@ -190,12 +190,12 @@ class OffloadedBackend(KVBackend):
         self.cache.restored(length)
 
     @contextmanager
-    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
+    def trial(self, length: int, count: int) -> Iterator[None]:
         held = [len(tokens) for tokens in self.cached.held]
         window = self.cache.window
         first = min(length, window.slots - self.spec.scratch)
         made_up = self.cache.trial(length, held)
-        with super().trial(length, count, unknown), made_up, window.saved(first, count):
+        with super().trial(length, count), made_up, window.saved(first, count):
             yield
 
     def close(self) -> None:

@@ -49,8 +49,9 @@ class SplitBackend(KVBackend):
         return SplitPromptCache(self.slots, b, states, length)
 
     @contextmanager
-    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
-        # Slots of a rank are not those of the positions.
-        unknown = unknown or any(self.cached.held)
-        with super().trial(length, count, unknown), self.slots.saved(length, count):
+    def trial(self, length: int, count: int) -> Iterator[None]:
+        if any(self.cached.held):
+            # Slots of a rank are not those of the positions.
+            self.store.initialise([None] * self.batch)
+        with super().trial(length, count), self.slots.saved(length, count):
             yield

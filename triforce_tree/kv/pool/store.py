@@ -246,10 +246,6 @@ class PooledStore(PagedStore):
             self.set(*before)
             self.update()
 
-    def in_pages(self, page: int) -> KVStore:
-        """Raises ValueError: the pages of prefixes are fixed."""
-        raise ValueError(f"slots of a common prefix have pages of {self.page}; make another store")
-
 
 def _selected(slots: Tensor, chosen: slice | Tensor) -> Tensor:
     """Returns some of the slots ``[H_kv, S, D]``."""
