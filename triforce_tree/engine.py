@@ -401,9 +401,7 @@ class Engine:
             distributed.check_equal({"settings": self._config, **request.alike()})
             for sequence in request.sequences:
                 hierarchy.target.check_length(len(sequence.prompt), sequence.ending.max_new_tokens)
-            reasons = map(why_in_step, request.separate)
-            why = next((reason for reason in reasons if reason is not None), None)
-            why = distributed.broadcast_object(why)
+            why = distributed.broadcast_object(why_in_step(request))
             if why is not None and len(request.parts) > 1:
                 return None
             if why is not None:

@@ -34,7 +34,8 @@ def why_in_step(request: Request) -> str | None:
     keep state is known. All other processors may keep state. Other criteria are asked about each token of a
     single sequence in any case, but without scores.
     """
-    return next((why for why in _reasons(request) if why is not None), None)
+    reasons = (why for part in request.parts or [request] for why in _reasons(part))
+    return next((why for why in reasons if why is not None), None)
 
 
 def _reasons(request: Request) -> Iterator[str | None]:

@@ -385,11 +385,6 @@ class Request:
         """Returns which of "logits", "scores" and "logprobs" the output will have."""
         return frozenset().union(*(sequence.outputs for sequence in self.sequences))
 
-    @property
-    def separate(self) -> Sequences["Request"]:
-        """Returns the requests that were prepared by themselves, of which this one consists."""
-        return self.parts or [self]
-
     def alike(self) -> dict[str, object]:
         """Returns what must be equal on all ranks that decode this request together, by plural names."""
         options = [
@@ -397,7 +392,7 @@ class Request:
                 part.config.to_dict(),
                 *([type(each) for each in some] for some in (part.processors, part.criteria)),
             )
-            for part in self.separate
+            for part in self.parts or [self]
         ]
         grammars, how = [sequence.matcher is None for sequence in self.sequences], self.how
         return {
