@@ -52,7 +52,7 @@ class Task:
 
     def with_options(self, **options: Any) -> "Task":
         """Returns the task with other settings."""
-        return replace(self, config=with_options(self.config, **options))
+        return replace(self, config=self.config.changed(options))
 
     def on_device(self) -> "MemoryPlan":
         """Returns the plan without offloading."""
@@ -183,13 +183,13 @@ class MemoryPlan:
             change = f"ring pieces {split.piece_bytes // MIB} -> {less // MIB} MiB"
             return replace(self, offload=replace(split, piece_bytes=less)), change
         if self.levels == 3 and self.config.retrieval_weight_bits == 8 and _WEIGHTS in self.host:
-            config = with_options(self.config, retrieval_weight_bits=4)
+            config = self.config.changed({"retrieval_weight_bits": 4})
             return replace(self, config=config), "retrieval_weight_bits 8 -> 4"
         retrieval = self.config.retrieval
         budget = retrieval.budget // 2
         least = max(LEAST_BUDGET, retrieval.recent + retrieval.chunk)
         if self.levels == 3 and budget >= least and budget % retrieval.chunk == 0:
-            config = with_options(self.config, budget=budget)
+            config = self.config.changed({"budget": budget})
             return replace(self, config=config), f"budget {retrieval.budget} -> {budget}"
         return None
 
@@ -205,7 +205,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
     levels = config.levels_for(workload.prompt)
     if "gamma" not in task.given and levels == 3:
         # Scratch slots and probs grow with gamma: memory is planned for the largest, and gamma chosen below.
-        config = with_options(config, gamma=MOST_GAMMA)
+        config = config.changed({"gamma": MOST_GAMMA})
     slot_bytes, layers, batch = sizes.row, sizes.full_layers, workload.batch
     retrieval = config.retrieval
     unit = unit_slots(retrieval.chunk if levels == 3 else 1)
@@ -260,7 +260,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
     on_host = _on_host(host, weight_bytes(), machine)
     if on_host.share(LEAST_GAMMA + 1) and config.runner_ups is None and levels == 3:
         # Runner-ups gain at most a token per pass; their queries are nearly free on the GPU, not on the CPU.
-        config = with_options(config, runner_ups=False)
+        config = config.changed({"runner_ups": False})
 
     def seconds(gamma: int) -> float:
         tokens = pass_tokens(config, levels, gamma)
@@ -268,7 +268,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
         return max(crossing, (sizes.read_weights(batch * tokens) + resident) / machine.read)
 
     if "gamma" not in task.given and levels == 3:
-        config = with_options(config, gamma=best_gamma(sizes, machine, config, seconds))
+        config = config.changed({"gamma": best_gamma(sizes, machine, config, seconds)})
     on_host = _on_host(host, weight_bytes(), machine)
     split = on_host.split(replace(split, resident_bytes=resident), pass_tokens(config, levels))
     return MemoryPlan(
@@ -345,10 +345,6 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     return MemoryPlan(
         config, levels, None, device, host, machine, seconds, workload, layer_bytes, copied, kept
     )
-
-
-def with_options(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
-    return config.changed(options)
 
 
 def gib(size: int) -> str:

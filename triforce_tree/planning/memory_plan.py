@@ -21,7 +21,7 @@ from collections.abc import Collection
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.planning.memory_advice import refusal
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
-from triforce_tree.planning.memory_layout import MemoryPlan, Task, Workload, gib, with_options
+from triforce_tree.planning.memory_layout import MemoryPlan, Task, Workload, gib
 from triforce_tree.planning.memory_map import Machine, Sizes
 
 __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
@@ -50,7 +50,7 @@ def plan(
         ValueError: the retrieval model would run on streamed weights.
     """
     if config.retrieval_weight_bits == "auto":
-        config = with_options(config, retrieval_weight_bits=16)
+        config = config.changed({"retrieval_weight_bits": 16})
         given = frozenset(given) - {"retrieval_weight_bits"}
     task = Task(sizes, machine, config, given, workload)
     if config.offloads == "auto" and (not sizes.streamed or sizes.streams_experts_only):
