@@ -196,10 +196,12 @@ class Engine:
         target.check_sizes()
         arguments = Arguments.read(target, self.tokenizer, inputs, given)
         count = len(arguments.prompts.tokens)
+        common_seed, seeds = seeds_of(seed, count)
         how = RunOptions(
-            Streamers(streamer, count), progress, *seeds_of(seed, count), pinned,
-            logprobs_of(logprobs, count), checked("max_batch", max_batch), joining,
-            grammars_of(grammar, count), self._grammars, speculation_of(speculation),
+            streamers=Streamers(streamer, count), progress=progress, seed=common_seed, seeds=seeds,
+            pinned=pinned, logprobs=logprobs_of(logprobs, count), max_batch=checked("max_batch", max_batch),
+            joining=joining, grammar=grammars_of(grammar, count), grammars=self._grammars,
+            speculation=speculation_of(speculation),
         )  # fmt: skip
         out = self.decode(arguments.prepared(target, how))
         if out is not None:
@@ -449,13 +451,14 @@ class Engine:
             int(torch.randint(2**62, (), device="cpu")) if how.seed is None else how.seed
         )
         least = hierarchy.settled if joining is not None else None
+        draws = not all(each.greedy for each in settings)
         loop = DecodingLoop(
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool, least),
             [*sequences[:size], *[None] * (size - len(sequences))],
-            to_probs, seed, how.seed is not None,
-            how.seeds is not None and (joining is not None or not all(each.greedy for each in settings)),
-            how.progress, self._reuse, request.masked, how.speculation,
-            joining is not None and pool is not None and pool() is not None,
+            to_probs, seed, repeatable=how.seed is not None,
+            by_position=how.seeds is not None and (joining is not None or draws),
+            progress=how.progress, reuse=self._reuse, masked=request.masked, limit=how.speculation,
+            in_chunks=joining is not None and pool is not None and pool() is not None,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 
