@@ -19,7 +19,6 @@ from typing import Any
 
 from triforce_tree.check.own_forward import alternatives
 from triforce_tree.engine import Engine
-from triforce_tree.grammar import Grammar
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
@@ -137,10 +136,6 @@ def _by_name(sequences: Sequences[ServedText]) -> dict[str, Any]:
     return {name: [sequence.settings.get(name) for sequence in sequences] for name in names}
 
 
-def _grammar(sequence: ServedText) -> Grammar | None:
-    return sequence.settings.get("grammar")
-
-
 def _repeatable(sequence: ServedText) -> bool:
     """Returns whether a sequence of a failed batch can be decoded again alone, because nobody has seen any of
     its text.
@@ -156,9 +151,10 @@ class _NobodyWaitsError(Exception):
 class _OwnStream(TokenStreamer):
     """The stream of a sequence. Its errors end this sequence and no other of its batch."""
 
-    def __init__(self, sequence: ServedText, stream: TextStream) -> None:
-        self._sequence, self._stream = sequence, stream
-        self.wants_origins = stream.wants_origins
+    def __init__(self, sequence: ServedText) -> None:
+        assert sequence.stream is not None
+        self._sequence, self._stream = sequence, sequence.stream
+        self.wants_origins = sequence.stream.wants_origins
 
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
         self._tried(self._stream.put_prompt, tokens, end_tokens)
@@ -190,11 +186,6 @@ class _OwnStream(TokenStreamer):
         return None
 
 
-def _own_stream(sequence: ServedText) -> _OwnStream:
-    assert sequence.stream is not None
-    return _OwnStream(sequence, sequence.stream)
-
-
 class _Batch:
     """A batch of sequences, as the source of those that join it (a ``Joining``).
 
@@ -224,8 +215,8 @@ class _Batch:
         if sequence is None:
             return None
         return Joined(
-            sequence.prompt, sequence.settings["max_new_tokens"], _own_stream(sequence), sequence.seed,
-            _grammar(sequence), sequence.options,
+            sequence.prompt, sequence.settings["max_new_tokens"], _OwnStream(sequence), sequence.seed,
+            sequence.settings.get("grammar"), sequence.options,
         )  # fmt: skip
 
     def ended(self, number: int, output: GenerateOutput) -> None:
@@ -449,14 +440,14 @@ class Scheduler:
                     self._echo(sequence)
             self.engine.generate(
                 [sequence.prompt for sequence in given],
-                streamer=[_own_stream(sequence) for sequence in given],
+                streamer=[_OwnStream(sequence) for sequence in given],
                 progress=check,
                 seed=[sequence.seed for sequence in given],
                 max_batch=self.batch,
                 joining=batch,
                 speculation=given[0].speculation,
                 **_by_name(given),
-                grammar=[_grammar(sequence) for sequence in given],
+                grammar=[sequence.settings.get("grammar") for sequence in given],
             )
         except _NobodyWaitsError:
             pass
