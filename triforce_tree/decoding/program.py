@@ -97,7 +97,7 @@ class DecodingProgram:
         max_seq_len: the most tokens of a sequence, new ones included.
         levels: 1, 2 or 3.
         offload: how the full cache is split between device and host; None keeps it on the device.
-        progress: called with the bytes of host memory as they are pinned.
+        pinned: called with the bytes of host memory as they are pinned.
         noise: makes the random numbers of every stage.
         kept, pool: the cache of an earlier program, and a pool of KV slots, see :class:`FullCache`.
         level_one: makes the model of level 1 in fewer bits; it has the arguments of ``low_bit_model``.
@@ -142,7 +142,7 @@ class DecodingProgram:
         max_seq_len: int,
         levels: int,
         offload: Offload | None = None,
-        progress: Callable[[int], None] | None = None,
+        pinned: Callable[[int], None] | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
         pool: PoolSize | None = None,
@@ -165,7 +165,7 @@ class DecodingProgram:
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
         self.tail_tree = levels == 3 and config.tail_tree
-        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, kept, pool)
+        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, pinned, kept, pool)
         self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
         self.store = self.cache.backend.store
         self.two_levels = self._may_choose_levels(config)

@@ -56,11 +56,12 @@ class PassLevels:
     """Describes the passes that a program has.
 
     Attributes:
-        levels: most levels of a pass. 3: a round adds what the retrieval level accepted to a chain of draft
-            tokens. 2: the target verifies the draft's tree itself. 1: there is no draft.
-        shapes: of the draft's trees, the configured one first, chains of matched tokens last.
-        max_draft_tokens: most tokens of the chain; with two levels the tree's depth.
-        two_levels: with three levels: whether passes of two levels may be chosen as well.
+        levels: the most levels of a pass. With 3, each round adds the tokens that the retrieval level
+            accepted to a chain of draft tokens. With 2, the target verifies the draft's tree itself. With 1,
+            nothing is drafted.
+        shapes: the shapes of the draft's trees, the configured one first, chains of matched tokens last.
+        max_draft_tokens: the most tokens of the chain; with two levels the tree's depth.
+        two_levels: whether passes of two levels may be chosen as well, if ``levels`` is 3.
         tail: whether the target also verifies a tree of the first shape at the end of each chain.
     """
 
@@ -75,8 +76,9 @@ class Option(NamedTuple):
     """Holds the tokens per sequence and the seconds that are expected of a kind of pass.
 
     Attributes:
-        most_tokens: expected tokens at the upper end of the acceptance's confidence interval.
-        doubt: factor by which the pass may yield more, compared with passes of as many levels.
+        most_tokens: the expected tokens if acceptance is at the upper end of its confidence interval.
+        doubt: the factor by which the accepted tokens may exceed the expected ones. It counts if the best
+            pass has as many levels.
     """
 
     kind: PassKind
@@ -101,9 +103,10 @@ class Option(NamedTuple):
 
 @dataclass
 class Learnt:
-    """What the requests of a program learn: one begins with what the one before it has left.
+    """What the requests of a program learn. Each request continues from what the earlier ones have learnt.
 
     Attributes:
+        estimates: the estimates of acceptance.
         budget: the loss budget, in plain passes.
         missed: seconds that trees of shapes without stages would have saved, by shape.
     """
@@ -119,15 +122,16 @@ class PassPolicy:
     Args:
         passes: the passes to choose from.
         costs: the costs of the passes; None where ``fixed`` is given.
-        fixed: always this many rounds (one at most with two levels), whatever they cost.
-        learnt: what earlier requests have learnt; it is updated.
-        held_back: seconds to make the stages of shapes that have none, by shape.
-        limit: what passes may draft at most. Where no other pass is within it, all are plain.
+        fixed: the number of rounds of every pass (at most one with two levels), whatever they cost; None to
+            choose it.
+        learnt: what earlier requests have learnt, which is updated; None to begin anew.
+        held_back: the seconds that it takes to make the stages of each shape that has none.
+        limit: what passes may draft at most. If no other pass is within it, all passes are plain.
 
     Attributes:
-        learnt: as given, or new.
-        proposed: matched tokens of each sequence in the last pass that :meth:`choose` returned, where it
-            verifies matched tokens.
+        learnt: the given object, or a new one.
+        proposed: the number of matched tokens that each sequence has in the last pass that :meth:`choose`
+            returned, if that pass verifies matched tokens.
     """
 
     def __init__(
@@ -168,9 +172,10 @@ class PassPolicy:
         """Returns the next pass.
 
         Args:
-            remaining: tokens that a sequence may still get at most.
-            common: tokens that each sequence's match has in common with its end, 0 without a match; None for
-                a sequence that has ended. Empty where passes have no matched tokens.
+            remaining: the most tokens that a sequence may still get.
+            common: the number of tokens that each sequence's match has in common with the end of its text, 0
+                without a match; None for a sequence that has ended. It is empty if passes have no matched
+                tokens.
             most: the most tokens to propose after each match; by default as many as a shape has.
         """
         if self.fixed is not None:

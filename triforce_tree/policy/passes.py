@@ -11,8 +11,8 @@ class PassKind(NamedTuple):
     Attributes:
         levels: 1: the target alone decodes a token. 2: the target verifies the drafter's tree. 3: the
             retrieval level verifies the drafter's trees in ``rounds`` rounds, the target what they accepted.
-        rounds: of drafting; 0 with one level, 1 with two.
-        shape: number of the shape of the drafter's trees, the configured one first.
+        rounds: the number of rounds of drafting; 0 with one level, 1 with two.
+        shape: the number of the shape of the drafter's trees; 0 is the configured one.
     """
 
     levels: int

@@ -18,9 +18,9 @@ class PooledBackend(KVBackend):
 
     Args:
         spec: what the slots are needed for.
-        size: of the pool.
-        kept: an earlier backend. If it is alike but for the number of sequences, both have the same pages,
-            and :meth:`take_over` decides which of them uses these.
+        size: the size of the pool.
+        kept: an earlier backend. If it differs in the number of sequences alone, both have the same pages,
+            and the one that took over last uses them (:meth:`take_over`).
 
     Attributes:
         pool: which pages hold what.

@@ -60,13 +60,14 @@ class PrefixPool:
     shorter chunk as well, which ends where that does.
 
     Args:
-        slots: of a KV head, a multiple of the page.
-        unit: tokens of a chunk, a multiple of the page.
-        page: KV slots of a page.
-        scratch: slots after a sequence's last token.
+        slots: the KV slots of each head, a multiple of the page.
+        unit: the tokens of a chunk, a multiple of the page.
+        page: the KV slots of a page.
+        scratch: the KV slots after a sequence's last token that passes write.
 
     Attributes:
-        tails: tokens that several prompts begin with, multiples of the page, and no whole chunks.
+        tails: beginnings that several prompts share. Their lengths are multiples of the page, but not of a
+            chunk.
     """
 
     def __init__(self, slots: int, unit: int, page: int, scratch: int) -> None:

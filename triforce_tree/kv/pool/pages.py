@@ -38,9 +38,9 @@ class FreePages:
         """Returns pages for a new owner, consecutive ones if possible: a prefill reads them without a copy.
 
         Args:
-            count: at most ``free``.
-            after: page that they directly follow if those are free.
-            last: whether to prefer the last free pages instead of the first ones.
+            count: the number of pages, at most ``free``.
+            after: a page; the ones directly after it are taken if they are free.
+            last: whether to prefer the last free pages to the first ones.
         """
         free = np.flatnonzero(self._free)
         assert count <= len(free), f"{count} pages, {len(free)} are free"

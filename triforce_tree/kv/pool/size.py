@@ -28,11 +28,11 @@ class PoolSize:
     """A pool of KV slots for what prompts share and for what each sequence has after it.
 
     Attributes:
-        slots: KV slots of each head.
-        least: of these, what the prompts need that are known.
-        unit: tokens of a chunk: whole chunks of a prefill and of the retrieval, so that each prompt is
-            computed as alone.
-        tails: tokens that several known prompts begin with, and that end within a chunk.
+        slots: the KV slots of each head.
+        least: how many of these slots the known prompts need.
+        unit: the tokens of a chunk that prompts share. It consists of whole chunks of a prefill and of the
+            retrieval, so that each prompt is computed as if it were alone.
+        tails: beginnings that several known prompts share, and that end within a chunk.
     """
 
     slots: int
@@ -145,10 +145,11 @@ def for_known(
     """Returns the pool of prompts that are known before the batch begins; None if sharing saves little.
 
     Args:
-        new_tokens: most of each sequence.
-        sequences: most that are decoded together.
-        scratch: KV slots after a sequence's end that passes write.
-        exact: whether each prompt must have the bits that it has alone: only whole chunks are shared.
+        new_tokens: the most new tokens of each sequence.
+        sequences: the most sequences that are decoded together.
+        scratch: the KV slots after a sequence's end that passes write.
+        exact: whether the keys and values of each prompt must have the bits that they have alone. Only whole
+            chunks are shared then.
     """
     tails = common_tails(prompts, unit, page)
     if tails is None:

@@ -27,8 +27,8 @@ class PagedStore(KVStore):
 
     Args:
         target: the model.
-        slots: of each KV head, for all texts, rounded up to whole pages.
-        page: slots of a page.
+        slots: the KV slots of each head, for all texts; they are rounded up to whole pages.
+        page: the KV slots of a page.
         bits, beside: as for :class:`KVStore`.
     """
 
@@ -47,9 +47,9 @@ class PagedStore(KVStore):
         and values are copied for it where the slots are not consecutive, those of one layer at a time.
 
         Args:
-            written, seen: slots of the new tokens, and of all that they may see, the new ones included; see
-                :func:`selection`.
-            visible: tokens that they may see.
+            written: the slots of the new tokens, see :func:`selection`.
+            seen: the slots of all tokens that they may see, the new ones included.
+            visible: the number of these tokens.
             k, v: ``[1, H_kv, T, D]`` and ``[1, H_kv, T, D_v]``.
         """
         own, found = self.layers[layer], list[Tensor]()
@@ -86,17 +86,17 @@ class PooledStore(PagedStore):
 
     Args:
         spec: what the slots are needed for; no layer has a window that hides anything.
-        slots: of each KV head, for all prefixes and sequences.
-        page: slots of a page, a multiple of the chunks of a retrieval.
-        beside: a store for another number of sequences, whose pages this one has as well.
+        slots: the KV slots of each head, for all prefixes and sequences.
+        page: the KV slots of a page, a multiple of the chunks of a retrieval.
+        beside: a store for another number of sequences, whose pages this one uses as well.
 
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
         whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
-        total_slots: of a head.
-        depth: most segments of shared pages that a sequence begins with.
-        shared, own: pages of each sequence, on the host.
-        prefix: int64 ``[B]``, where the prefixes end that a sequence reads together with others.
+        total_slots: the KV slots of a head.
+        depth: the most segments of shared pages that a sequence begins with.
+        shared, own: the shared pages and the own pages of each sequence, on the host.
+        prefix: int64 ``[B]``, where the prefix ends that each sequence reads together with others.
         pages: int32 ``[B, slots / page]``, the page in ``whole`` of each page of a sequence.
         writable: the same for the sequence's own pages, and -1 for all others.
         chunks: int32 ``[B, slots / chunk]``, the chunk in ``whole`` of each chunk of a retrieval.
