@@ -1,5 +1,6 @@
 """Models that cannot be decoded correctly are refused at load with the reason."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -76,6 +77,20 @@ def test_a_decoder_of_speech_names_its_positions_otherwise() -> None:
     assert HFModel(model).learned_positions == 80
     with pytest.raises(ValueError, match=r"70 prompt tokens \+ 12 new ones = 82 exceed the model's 80"):
         triforce_tree.load(model, levels=1).generate(list(range(64)) + [2] * 6, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_copied_layers_have_configurations_of_their_own(family: str) -> None:
+    model, prompt = tiny(family), prompt_of(60)
+    engine = triforce_tree.load(model)
+    assert engine.generate(prompt, max_new_tokens=8, do_sample=False).sequences[0, 60:].tolist() == greedy(
+        model, prompt, 8
+    )
+    layers = model.model.layers
+    layers[1] = copy.deepcopy(layers[1])
+    for own in (engine, triforce_tree.load(model)):
+        out = own.generate(prompt, max_new_tokens=8, do_sample=False)
+        assert out.sequences[0, 60:].tolist() == greedy(model, prompt, 8)
 
 
 def test_weights_without_data_are_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.kernels.operators import fake, operator
@@ -85,6 +85,12 @@ def use_our_attention(copy: PreTrainedModel) -> bool:
         whether forwards of the copy need ``triforce_positions``, see :func:`scaled_queries`.
     """
     copy.set_attn_implementation(ATTENTION)
+    if copy.config._attn_implementation == ATTENTION:
+        for module in copy.modules():
+            # Layers that were copied (copy.deepcopy, layer_replication of peft) have their own configuration.
+            own: Any = None if isinstance(module, PreTrainedModel) else getattr(module, "config", None)
+            if isinstance(own, PreTrainedConfig):
+                own._attn_implementation_internal = ATTENTION
     keep_chunks(copy)
     scaled = [module for module in copy.modules() if _scales(module)]
     for module in scaled:
