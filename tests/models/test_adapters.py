@@ -151,6 +151,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "IA3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], **_layers()),
     "LN_TUNING": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "LOHA": lambda: peft.LoHaConfig(**_layers()),
+    "LORA, layers repeated": lambda: lora(layer_replication=[[0, 2], [1, 2]]),
     "LOKR": lambda: peft.LoKrConfig(**_layers()),
     "OFT": lambda: peft.OFTConfig(**_layers()),
     "RANDLORA": lambda: peft.RandLoraConfig(**_layers()),
@@ -373,6 +374,20 @@ def test_a_folder_with_an_adapter(folder: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "elsewhere" / "base").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere" / "here" / "now")
     assert decoded(small(folder)) == expected
+
+
+@pytest.mark.parametrize("kind", ["head", "embeddings"])
+def test_merging_into_tied_embeddings_leaves_the_head_alone(tmp_path: Path, kind: str) -> None:
+    tiny("llama-gqa", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    model = adapted(based(tmp_path), lora(**LORAS[kind]))
+    model.save_pretrained(tmp_path / "saved")
+    assert decoded(small(tmp_path / "saved" / "a", offload_weights=True)) == own(model)
+
+
+def test_what_cannot_be_merged_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    adapted(based(tmp_path), lora(lora_bias=True)).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"cannot be merged into .*or run without torchrun and offload_w"):
+        small(tmp_path / "saved" / "a", offload_weights=True)
 
 
 def change(folder: Path, **fields: Any) -> None:

@@ -1,5 +1,6 @@
 """Adds an adapter of peft in a folder to its base model. Adapters are read from safetensors only."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,36 @@ def add_adapter(model: PreTrainedModel, folder: Path, merged: bool = False) -> P
         )
         _check_all(adapted, loaded.missing_keys, loaded.unexpected_keys)
         adapted.eval()
+        if merged:
+            _separate(adapted)
         whole: Any = adapted.merge_and_unload() if merged else adapted.get_base_model()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # third-party code may raise anything on files of unknown origin
-        done = "merged into" if merged else "added to"
+        done, remedy = "added to", "give an adapter of this model, or one that was saved anew"
+        if merged:
+            done, remedy = "merged into", f"{remedy}, or run without torchrun and offload_weights=True"
         raise ValueError(
             f"the adapter in {str(folder)!r} cannot be {done} {type(model).__name__} ({in_one_line(error)}); "
-            "give an adapter of this model, or one that was saved anew"
+            f"{remedy}"
         ) from error
     ready: PreTrainedModel = whole
     return ready
+
+
+def _separate(adapted: Any) -> None:
+    """Gives layers with adapters weights of their own where these are shared, as by tied embeddings.
+
+    An adapter that is merged into a shared weight would change the other layers that have it, too.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = [*adapted.modules()]
+    uses = Counter(id(weight) for module in modules for weight in module._parameters.values())
+    for base in [module.get_base_layer() for module in modules if isinstance(module, BaseTunerLayer)]:
+        for name, weight in base._parameters.items():
+            if weight is not None and uses[id(weight)] > 1:
+                setattr(base, name, nn.Parameter(weight.detach().clone(), weight.requires_grad))
 
 
 def _check_all(adapted: nn.Module, missing: Iterable[str], unexpected: Sequence[str]) -> None:
