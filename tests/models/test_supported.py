@@ -93,6 +93,11 @@ def test_copied_layers_have_configurations_of_their_own(family: str) -> None:
         assert out.sequences[0, 60:].tolist() == greedy(model, prompt, 8)
 
 
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel computes no logits .*AutoModelForCausalLM"):
+        triforce_tree.load(tiny("llama").model)
+
+
 def test_weights_without_data_are_refused() -> None:
     with torch.device("meta"):
         empty = build("LlamaConfig", "LlamaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from triforce_tree.models.adapters import undecodable
 from triforce_tree.models.indexers import indexers
@@ -73,6 +74,11 @@ def attention_of(config: Any) -> str | None:
 
 
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
+    if isinstance(model, PreTrainedModel) and not model.can_generate():
+        return (
+            "computes no logits of next tokens (it has no generate()); load it by AutoModelForCausalLM, or "
+            "give its folder"
+        )
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
     prepares: Any = vars(model).get(_PREPARES)
