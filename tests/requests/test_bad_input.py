@@ -158,6 +158,71 @@ def test_options_that_leave_no_token(engine) -> None:
         engine.generate(prompt_of(9), max_new_tokens=3, **options)
 
 
+def answering(answer: Callable[[Any], Any], keeps_state: bool) -> Any:
+    """Returns a logits processor or stopping criterion that answers with a function of the scores."""
+
+    class Own:
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return answer(scores)
+
+    own: Any = Own()
+    own.keeps_state = keeps_state
+    return own
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (lambda scores: None, "a NoneType"),
+        (lambda scores: scores.tolist(), "a list"),
+        (lambda scores: scores[0], f"a tensor of shape ({VOCABULARY},), float32"),
+        (lambda scores: scores[:, :9], "a tensor of shape (1, 9), float32"),
+        (lambda scores: scores > 0, f"a tensor of shape (1, {VOCABULARY}), bool"),
+    ],
+)
+def test_what_a_processor_may_not_return(
+    engine, answer: Callable[[Any], Any], kind: str, keeps_state: bool
+) -> None:
+    expected = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False).sequences
+    own = answering(answer, keeps_state)
+    with pytest.raises(ValueError, match=says(f"Own returned {kind}", f"of shape (1, {VOCABULARY})")):
+        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, logits_processor=[own])
+    out = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False)
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_scores_that_nothing_can_be_drawn_from(engine, number: float, keeps_state: bool) -> None:
+    own = answering(lambda scores: torch.full_like(scores, number), keeps_state)
+    with pytest.raises(ValueError, match=says("NaN", "a logits processor (Own)", "leave")):
+        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=True, seed=1, logits_processor=[own])
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+@pytest.mark.parametrize("answer", [None, "no", 0.5, torch.tensor([True, False]), torch.empty(0).bool()])
+def test_what_a_stopping_criterion_may_not_answer(engine, answer: Any, keeps_state: bool) -> None:
+    own = answering(lambda _: answer, keeps_state)
+    with pytest.raises(ValueError, match=says("Own answered", "True or False", "shape (1,)")):
+        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own])
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_a_stopping_criterion_may_answer_with_a_column(engine, keeps_state: bool) -> None:
+    own = answering(lambda _: torch.tensor([[False]]), keeps_state)
+    out = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own])
+    assert out.new_tokens == 3
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("answer", [None, {5}, "ab", 7, [VOCABULARY], [[5]]])
+def test_what_allowed_tokens_may_not_be(engine, answer: Any, beams: int) -> None:
+    options: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda *_: answer, "num_beams": beams}
+    with pytest.raises(ValueError, match=says("prefix_allowed_tokens_fn returned", f"below {VOCABULARY}")):
+        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, **options)
+
+
 def test_numbers_of_numpy(engine) -> None:
     options = {"temperature": np.float32(0.5), "top_p": np.float32(0.5), "max_new_tokens": np.int64(5)}
     drawn = engine.generate(prompt_of(9), seed=1, **options).sequences

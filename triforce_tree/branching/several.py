@@ -70,6 +70,7 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
                 "set do_sample=True with a temperature above 0, or num_beams"
             )
     options |= {name: [each for each in values for _ in range(count)] for name, values in lists.items()}
+    allowed = allowed and renumbered(allowed, lambda n: n // count, engine.target.vocab_size)
     if isinstance(grammar := options.get("grammar"), list | tuple):
         options["grammar"] = [each for each in grammar for _ in range(count)]
     seed = options.pop("seed", None)
@@ -79,8 +80,8 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
         seed = [sequence_seed(each, number) for each in of_prompts for number in range(count)]
     out = engine.generate(
         input_ids=ids.repeat_interleave(count, 0), attention_mask=mask.repeat_interleave(count, 0),
-        prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n // count),
-        streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"), seed=seed, **options,
+        prefix_allowed_tokens_fn=allowed, streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"),
+        seed=seed, **options,
     )  # fmt: skip
     out.sequences = _after_given(prompts, count, out.sequences)
     if out.logprobs is not None:
@@ -177,7 +178,8 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
             cast(Any, with_own_forward(without_settings(target.model))).generate(
                 arguments.input_ids, attention_mask=arguments.attention_mask,
                 generation_config=arguments.config, logits_processor=arguments.processors,
-                stopping_criteria=arguments.criteria, prefix_allowed_tokens_fn=allowed,
+                stopping_criteria=arguments.criteria,
+                prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n, target.vocab_size),
                 **{
                     CACHE: BeamTree(slots, beams, progress),
                     **arguments.options, **settings, "num_beams": beams, "num_return_sequences": count,

@@ -97,6 +97,26 @@ def ending_of(
     return Ending(most, stop_tokens, _any(stops) if stops else None)
 
 
+def answer_of(criterion: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    """Returns bool ``[B]``: which of B sequences a stopping criterion ends.
+
+    Raises:
+        ValueError: the criterion answers something else; the message names it.
+    """
+    said, count = criterion(input_ids, scores, **kwargs), len(input_ids)
+    try:
+        found = torch.as_tensor(said, device=input_ids.device)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.numel() not in (1, count) or found.is_floating_point() or found.is_complex():
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise ValueError(
+            f"the stopping criterion {name} answered {' '.join(repr(said).split())[:80]}; return True or "
+            f"False, or a bool tensor of shape ({count},)"
+        )
+    return found.flatten().bool().expand(count)
+
+
 def _any(stops: Sequence[Stop]) -> Stop:
     def stop(tokens: list[int]) -> bool:
         # Each is called for every token, because ranks wait for each other in some.
@@ -124,7 +144,8 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Seque
         fresh = torch.tensor([tokens[known:]], dtype=torch.int64, device=device)
         held = torch.cat([held[:, : len(padding) + known], fresh], 1)
         asked.append(tokens[-1])
-        answers.append(broadcast_flag(bool(criteria(held, None).all())))
+        found = [bool(answer_of(each, held, None).all()) for each in criteria]
+        answers.append(broadcast_flag(any(found)))
         return answers[-1]
 
     return stop

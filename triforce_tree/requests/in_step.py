@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     InfNanRemoveLogitsProcessor,
-    LogitsProcessorList,
+    LogitsProcessor,
     MaxLengthCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -23,6 +23,7 @@ from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.endings import answer_of
 from triforce_tree.requests.grammar_processor import GrammarProcessor
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
@@ -30,6 +31,7 @@ from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
 from triforce_tree.runtime import distributed
 from triforce_tree.text.vocabulary import Vocabulary
+from triforce_tree.verify.checked_processors import CheckedProcessors
 
 
 def decode_in_step(
@@ -47,10 +49,13 @@ def decode_in_step(
         on_host: whether logits, scores and log-probabilities are kept and returned in host memory.
     """
     how, sequences = request.how, request.sequences
-    processors = request.processors
+    processors = CheckedProcessors(request.processors)
     if request.masked:
-        masks = GrammarProcessor([each.matcher for each in sequences], request.input_ids.shape[1])
-        processors = LogitsProcessorList([masks, *processors])
+        processors.insert(
+            0, GrammarProcessor([each.matcher for each in sequences], request.input_ids.shape[1])
+        )
+    if not request.to_probs.greedy:
+        processors.append(_Drawable(request.to_probs.nan_error(request.masked)))
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
     followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)
@@ -138,6 +143,18 @@ class _Forward(OwnForward):
         self._passes.append(distributed.broadcast_object(list(tokens)))
 
 
+class _Drawable(LogitsProcessor):
+    """Raises a ValueError with this message where no token can be drawn from the scores of all processors."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Any:
+        if not scores.amax(-1).isfinite().all():
+            raise ValueError(self._message)
+        return scores
+
+
 class _Followed(StoppingCriteriaList):
     """The stopping criteria of a request. After they are called, each new token is processed.
 
@@ -163,7 +180,7 @@ class _Followed(StoppingCriteriaList):
         ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         stopped = ended
         for criterion in self:
-            said = criterion(input_ids, scores, **kwargs)
+            said = answer_of(criterion, input_ids, scores, **kwargs)
             ended = ended | said
             if type(criterion) is not MaxLengthCriteria:
                 stopped = stopped | said

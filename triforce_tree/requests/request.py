@@ -6,6 +6,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -286,7 +287,7 @@ class Arguments:
         prepared: Prepared = without_settings(target.model).generate(
             ids, attention_mask=self.attention_mask[part], generation_config=self.config,
             logits_processor=processors, stopping_criteria=self.criteria,
-            prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: first + n),
+            prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: first + n, target.vocab_size),
             custom_generate=taken, **self.options,
         )  # fmt: skip
         tokens = self.prompts.tokens[part]
@@ -303,11 +304,24 @@ class Arguments:
         return replace(request, of_other=of_other)
 
 
-def renumbered(allowed: Allowed, number: Callable[[int], int]) -> Allowed:
-    """Returns a ``prefix_allowed_tokens_fn`` that calls ``allowed`` with other numbers of sequences."""
+def renumbered(allowed: Allowed, number: Callable[[int], int], vocabulary: int) -> Allowed:
+    """Returns a ``prefix_allowed_tokens_fn`` that calls ``allowed`` with other numbers of sequences, and
+    raises a ValueError where it returns no tokens of the vocabulary.
+    """
 
-    def own(n: int, sent: Tensor) -> list[int]:
-        return allowed(number(n), sent)
+    def own(n: int, sent: Tensor) -> Any:
+        found: Any = allowed(number(n), sent)
+        try:
+            tokens = torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError):
+            tokens = torch.empty(0, 0)
+        known = tokens.dtype is torch.bool or ((-vocabulary <= tokens) & (tokens < vocabulary)).all()
+        if tokens.dim() != 1 or not known:
+            raise ValueError(
+                f"prefix_allowed_tokens_fn returned {' '.join(repr(found).split())[:80]}; return a list of "
+                f"token ids below {vocabulary}"
+            )
+        return found
 
     # What the function says about itself still holds (see ``kept_state.py``).
     vars(own).update(keeps_state=getattr(allowed, "keeps_state", None))

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from triforce_tree.kernels.probs.truncation import truncate_scores
+from triforce_tree.verify.checked_processors import CheckedProcessors
 from triforce_tree.verify.sampling_options import SamplingKind, SamplingOptions, rounded, split, words_of
 
 # Processors whose result does not depend on the preceding tokens, so that one call serves all nodes of a
@@ -243,7 +244,7 @@ def _of_sequence(processor: LogitsProcessor, number: int) -> LogitsProcessor:
 
 def _in_less_time(processors: Sequence[LogitsProcessor]) -> LogitsProcessorList:
     """Returns processors with the same results, where ``truncate_scores`` takes the place of slower ones."""
-    faster = LogitsProcessorList()
+    faster = CheckedProcessors()
     for processor in processors:
         name = _TRUNCATING.get(type(processor).__name__, "")
         options, left = split([processor]) if name else (SamplingOptions(), [])
