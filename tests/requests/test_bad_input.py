@@ -223,6 +223,16 @@ def test_what_allowed_tokens_may_not_be(engine, answer: Any, beams: int) -> None
         engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("name", ["generate", "config"])
+def test_an_empty_stop_string(name: str) -> None:
+    engine = triforce_tree.load(TARGET, tokenizer=characters())
+    options: dict[str, Any] = {"stop_strings": ""}
+    if name == "config":
+        options = {"generation_config": {"stop_strings": ""}}
+    with pytest.raises(ValueError, match=says("stop_strings holds ''", "at least one character")):
+        engine.generate(prompt_of(9), max_new_tokens=3, **options)
+
+
 def test_numbers_of_numpy(engine) -> None:
     options = {"temperature": np.float32(0.5), "top_p": np.float32(0.5), "max_new_tokens": np.int64(5)}
     drawn = engine.generate(prompt_of(9), seed=1, **options).sequences

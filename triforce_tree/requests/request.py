@@ -223,7 +223,7 @@ class Arguments:
             options["pad_token_id"] = pad_token
         prompts = prompts_of(target, tokenizer, inputs, input_ids, attention_mask, pad_token, inferred)
         criteria = StoppingCriteriaList(checked("stopping_criteria", criteria) or ())
-        strings = strings or next((own["stop_strings"] for own in sources if own.get("stop_strings")), None)
+        strings = _first("stop_strings", ({"stop_strings": strings}, *sources))
         # transformers does not get stop strings, for which it would need a tokenizer of its own.
         options.pop("stop_strings", None)
         if config is not None and config.stop_strings:
