@@ -201,6 +201,11 @@ def test_models_with_injected_adapters_run_with_them() -> None:
         triforce_tree.load(injected, advanced={"offload_weights": True})
 
 
+def test_a_model_of_peft_that_was_wrapped_again() -> None:
+    model = trained(trained(tiny("llama-gqa"), lora(), 0.2), lora(target_modules=["k_proj"]), 0.2)
+    assert decoded(small(model)) == own(model) != EXPECTED[:NEW]
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"levels": 1},
     "lookup": {"levels": 2, "rounds": 1},

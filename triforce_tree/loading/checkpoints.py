@@ -61,10 +61,11 @@ def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
     """
     source = getattr(source, "_orig_mod", source)
     kind = type(source).__name__
-    if not {base.__name__ for base in type(source).__mro__}.isdisjoint(_PEFT_MODELS):
+    while not {base.__name__ for base in type(source).__mro__}.isdisjoint(_PEFT_MODELS):
         refuse_adapters(source)
-        # A model of peft holds a tuner (such as ``LoraModel``), which holds the transformers model.
-        tuner = getattr(source, "base_model", source) if "Peft" in kind else source
+        # A model of peft holds a tuner (such as ``LoraModel``), which holds the transformers model or, if it
+        # was wrapped again, a model of peft.
+        tuner = getattr(source, "base_model", source) if "Peft" in type(source).__name__ else source
         source = tuner.model
     if not isinstance(source, PreTrainedModel | str | Path):
         raise TypeError(f"the {name} is of type {kind}; give a transformers model, a hub id or a folder")
