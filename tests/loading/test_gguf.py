@@ -339,6 +339,10 @@ def test_a_broken_file_is_refused(path: Path, tmp_path: Path) -> None:
     short.write_bytes(content[:2000])
     with pytest.raises(ValueError, match=says("short.gguf", "cannot be used")):
         load_model(short)
+    short.write_bytes(content[:-100])
+    for load in (load_model, load_tokenizer, triforce_tree.load):
+        with pytest.raises(ValueError, match=says("is cut off", len(content) - 100, "download it again")):
+            load(short)
     layers = content.replace(b"block_count\x04\x00\x00\x00\x02", b"block_count\x04\x00\x00\x00\x99")
     assert layers != content
     short.write_bytes(layers)

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from triforce_tree.loading import gguf_cache
-from triforce_tree.loading.gguf_header import tensor_count
+from triforce_tree.loading.gguf_header import stored_tensors, tensor_count
 from triforce_tree.loading.model_files import check_sizes, skeleton
 from triforce_tree.loading.model_folder import in_one_line
 from triforce_tree.models.supported import attention_of
@@ -183,7 +183,23 @@ def _unusable(path: Path, what: str, error: Exception) -> ValueError:
             f"the {what} in {str(path)!r} needs a package that is not installed ({in_one_line(error)}); "
             f"{PACKAGE}"
         )
+    if (named := _named_bytes(path)) > (size := path.stat().st_size):
+        return ValueError(
+            f"{str(path)!r} is cut off: it has {size} bytes, and its header names {named}; copy or download "
+            "it again"
+        )
     remedy = "give another file"
     if what == "tokenizer":
         remedy = "give another with load(..., tokenizer=...)"
     return ValueError(f"the {what} in {str(path)!r} cannot be used ({in_one_line(error)}); {remedy}")
+
+
+def _named_bytes(path: Path) -> int:
+    """Returns the size of a GGUF file by its header; 0 if the header is damaged."""
+    from gguf import GGML_QUANT_SIZES
+
+    try:
+        sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+        return max((each.offset + each.bytes for each in stored_tensors(path, sizes)), default=0)
+    except ValueError:
+        return 0
