@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import triforce_tree
 from tests.support.models.families import build, greedy, perturbed, prompt_of, small, tiny
@@ -96,6 +97,66 @@ def test_copied_layers_have_configurations_of_their_own(family: str) -> None:
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"LlamaModel computes no logits .*AutoModelForCausalLM"):
         triforce_tree.load(tiny("llama").model)
+
+
+class _Doubled(LlamaForCausalLM):
+    """Gives its forward twice the embeddings of the tokens."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        inputs["inputs_embeds"] = 2 * self.model.embed_tokens(inputs.pop("input_ids"))
+        return inputs
+
+
+class _Shifted(LlamaForCausalLM):
+    """Gives its forward other tokens."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % self.config.vocab_size}
+
+
+class _Renamed(LlamaForCausalLM):
+    """Prepares inputs as its base class does."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [_Doubled, _Shifted])
+def test_inputs_that_decoding_would_pass_by_are_refused(kind: type[LlamaForCausalLM]) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} changes what its forward gets"):
+        triforce_tree.load(kind(tiny("llama").config).eval())
+
+
+@pytest.mark.parametrize("part", ["none", "head", "all"])
+def test_derived_classes_and_weights_of_zeros(part: str) -> None:
+    model, prompt = _Renamed(tiny("llama").config).eval(), prompt_of(20)
+    for name, weight in model.named_parameters():
+        if part == "all" or (part == "head" and name.startswith("lm_head")):
+            weight.data.zero_()
+    out = triforce_tree.load(model).generate(prompt, max_new_tokens=4, do_sample=False)
+    assert out.sequences[0, 20:].tolist() == greedy(model, prompt, 4)
+
+
+def test_a_forward_in_autocast_is_named() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        model = accelerator.prepare(tiny("llama"))
+        with pytest.raises(UnsupportedModelError, match=r"in autocast .*unwrap_model\(model, keep_fp32_wrap"):
+            triforce_tree.load(model)
+        triforce_tree.load(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about its next release
+def test_dynamic_quantisation_is_named() -> None:
+    model = torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModelError, match="dynamic quantisation scales the inputs of a layer by"):
+        triforce_tree.load(model)
 
 
 def test_weights_without_data_are_refused() -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -89,6 +90,11 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
             f"has a {_PREPARES} of its own, by which adapters of peft add to the prompt, and which "
             "decoding here would pass by; use the model's own generate()"
         )
+    if _changes_tokens(model):
+        return (
+            f"changes what its forward gets in a {_PREPARES} of its own, which decoding here would pass by; "
+            "do so in its forward, or use the model's own generate()"
+        )
     if unknown := sorted(unknown_mixers(model)):
         return (
             f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "
@@ -106,6 +112,21 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
             "way that is not known here: blocks or compressed keys instead of single tokens"
         )
     return None
+
+
+def _changes_tokens(model: Any) -> bool:
+    """Returns whether code that is not of transformers gives a model's forward other tokens than those of
+    the text, or embeddings in their place.
+    """
+    prepares: Any = getattr(type(model), _PREPARES, None)
+    if prepares is None or prepares.__module__.startswith("transformers."):
+        return False
+    ids = torch.tensor([[0, 1]], device=model.device)
+    try:
+        inputs = prepares(model, ids.clone(), attention_mask=torch.ones_like(ids))
+        return inputs.get("inputs_embeds") is not None or not torch.equal(inputs["input_ids"], ids)
+    except Exception:  # it needs other arguments, which are those of a release of transformers
+        return False
 
 
 def _placement(model: nn.Module) -> str | None:
@@ -137,6 +158,16 @@ def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
         model: a model of transformers.
         attention: modules that called our attention function.
     """
+    if hasattr(model, "_original_forward"):
+        return (
+            "accelerate runs its forward in autocast (mixed_precision); give "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+    if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
+        return (
+            "torch's dynamic quantisation scales the inputs of a layer by all tokens of a forward, so that a "
+            "token's logits depend on the others; give the model before quantize_dynamic"
+        )
     if any(getattr(module, "is_causal", True) is False for module in attention):
         return "it attends in both directions, as an encoder does"
     if attention_of(config := model.config) and config._attn_implementation == "sdpa":
