@@ -381,6 +381,20 @@ def test_a_folder_with_an_adapter(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert decoded(small(folder)) == expected
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["LoRA", "saved modules"])
+def test_an_adapter_with_new_tokens(tmp_path: Path, kind: str, tied: bool) -> None:
+    tiny("llama-gqa", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    base = based(tmp_path)
+    base.resize_token_embeddings(base.config.vocab_size + 8)
+    model = adapted(base, lora(**LORAS[kind]))
+    model.save_pretrained(tmp_path / "saved", save_embedding_layers=True)
+    prompt = [*PROMPT, base.config.vocab_size - 1]
+    for options in ({}, {"offload_weights": True}):
+        engine = small(tmp_path / "saved" / "a", **options)
+        assert decoded(engine, prompt) == own(model, prompt)
+
+
 @pytest.mark.parametrize("kind", ["head", "embeddings"])
 def test_merging_into_tied_embeddings_leaves_the_head_alone(tmp_path: Path, kind: str) -> None:
     tiny("llama-gqa", tie_word_embeddings=True).save_pretrained(tmp_path / "base")

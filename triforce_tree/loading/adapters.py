@@ -32,9 +32,7 @@ def add_adapter(model: PreTrainedModel, folder: Path, merged: bool = False) -> P
     from peft import PeftConfig, PeftModel
 
     try:
-        # peft reads the file itself; this is for a sentence about a file that is cut off.
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt"):
-            pass
+        _widen(model, folder)
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
         adapted = PeftModel(model, config, _NAME, autocast_adapter_dtype=False)
@@ -64,6 +62,18 @@ def add_adapter(model: PreTrainedModel, folder: Path, merged: bool = False) -> P
     return ready
 
 
+def _widen(model: Any, folder: Path) -> None:
+    """Gives a model the rows of embeddings and head that its adapter has for new tokens."""
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as weights:
+        rows = {name: weights.get_slice(name).get_shape()[0] for name in weights.keys()}  # noqa: SIM118
+    names = {module: name for name, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    size = rows.get(f"base_model.model.{names[embeddings]}.weight", 0)
+    tied = head is None or head.weight is embeddings.weight
+    if size > len(embeddings.weight) and (tied or rows.get(f"base_model.model.{names[head]}.weight") == size):
+        model.resize_token_embeddings(size, mean_resizing=False)
+
+
 def _separate(adapted: Any) -> None:
     """Gives layers with adapters weights of their own where these are shared, as by tied embeddings.
 
@@ -81,8 +91,9 @@ def _separate(adapted: Any) -> None:
 
 def _check_all(adapted: nn.Module, missing: Iterable[str], unexpected: Sequence[str]) -> None:
     """Raises ValueError if weights of an adapter were not in its file, or weights in the file not used."""
-    if unexpected:
-        raise ValueError(f"it has weights that no layer takes, such as {unexpected[0]}")
+    # Of embeddings that are saved modules peft may write a second copy, which it does not read.
+    if unknown := [name for name in unexpected if ".modules_to_save." not in name]:
+        raise ValueError(f"it has weights that no layer takes, such as {unknown[0]}")
     absent, filled = {}, set()
     lacking = set(missing)
     for name, weight in adapted.named_parameters(remove_duplicate=False):
