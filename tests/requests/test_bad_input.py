@@ -98,7 +98,8 @@ def test_prompt_longer_than_the_positions(engine) -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_token_outside_the_vocabulary(engine, token: int) -> None:
-    with pytest.raises(ValueError, match=says(f"token id {token}", f"vocabulary of {VOCABULARY}")):
+    words = says(f"token id {token}", f"vocabulary of {VOCABULARY}", f"from 0 to {VOCABULARY - 1}")
+    with pytest.raises(ValueError, match=words):
         engine.generate([1, token, 2], max_new_tokens=3)
 
 

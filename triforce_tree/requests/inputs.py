@@ -151,7 +151,10 @@ def check_tokens(sequences: Sequence[Sequence[int] | IdArray | Tensor], vocabula
             least, most = min(sequence), max(sequence)
         if least < 0 or most >= vocabulary:
             worst = most if most >= vocabulary else least
-            raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
+            raise ValueError(
+                f"token id {worst} lies outside the vocabulary of {vocabulary}; give ids from 0 to "
+                f"{vocabulary - 1}, or the tokenizer of this model if the prompt is a text"
+            )
 
 
 def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
