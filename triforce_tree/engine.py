@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor
@@ -110,6 +110,18 @@ class Engine:
             tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
         self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
         self._grammars = Grammars(tokenizer, level_2.vocab_size)
+
+    def __copy__(self) -> "Engine":
+        """Returns an engine with the same models and buffers, for :meth:`with_options` and the like."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "an Engine holds buffers and captured graphs and can be neither pickled nor deep-copied; call "
+            "triforce_tree.load in the other process, or share the engine between threads"
+        )
 
     def generate(
         self,

@@ -1,5 +1,9 @@
 """``generate`` takes every form of prompt and returns what transformers users expect."""
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import TextStreamer
@@ -88,6 +92,14 @@ def test_other_options_on_the_same_models(engine: Engine) -> None:
         engine.with_options(gama=3)
     with pytest.raises(ValueError, match=r"^'draft' is an option of load\(\.\.\.\) alone"):
         engine.with_options(draft=TARGET)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_engine_that_is_copied_says_what_to_do_instead(
+    engine: Engine, copied: Callable[[Engine], object]
+) -> None:
+    with pytest.raises(TypeError, match=r"neither pickled nor deep-copied; call triforce_tree\.load"):
+        copied(engine)
 
 
 def test_progress_counts_the_prompt(engine: Engine) -> None:
