@@ -16,7 +16,8 @@ from tests.support.processes.served import KEY, NAME, client_of, close_clients
 from triforce_tree import Engine, GenerateOutput
 from triforce_tree.grammar import Choice, Grammar, Regex
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
+from triforce_tree.server.scheduler import Limits, Scheduler
+from triforce_tree.server.text_stream import ServedText
 
 LONG, PATIENCE = 48, 60
 

@@ -29,7 +29,8 @@ from triforce_tree.config import load_arguments
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.errors import LateError
 from triforce_tree.server.fair_queue import NEW_TOKEN, FairQueue
-from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
+from triforce_tree.server.scheduler import Limits, Scheduler
+from triforce_tree.server.text_stream import ServedText
 
 GREEDY = {"do_sample": False}
 

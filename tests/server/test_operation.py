@@ -18,7 +18,8 @@ from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_o
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.metrics import Metrics, Totals
-from triforce_tree.server.scheduler import Limits, Scheduler, ServedText
+from triforce_tree.server.scheduler import Limits, Scheduler
+from triforce_tree.server.text_stream import ServedText
 from triforce_tree.server.throughput import log_throughput, throughput
 
 

@@ -31,8 +31,8 @@ from tests.support.processes.served import (
 from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, ServedText, _Batch
-from triforce_tree.server.text_stream import TextStream
+from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, _Batch
+from triforce_tree.server.text_stream import ServedText, TextStream
 
 
 def test_requests_join_a_batch_that_runs(
@@ -344,7 +344,7 @@ def test_a_shutdown_lets_texts_end_or_tells_their_clients(
         if stream.text:
             leaving.wait(PATIENCE)
             if not ends:
-                until(stream._cancelled)
+                until(stream.wants_end)
         return put(stream, value)
 
     monkeypatch.setattr(TextStream, "put_tokens", waits)

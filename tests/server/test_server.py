@@ -179,7 +179,7 @@ def test_a_client_that_leaves_ends_its_text(
     def after_it_has_left(stream: TextStream, value: torch.Tensor) -> bool:
         """Delays the second pass until the server has noticed that the client has disconnected."""
         if stream.count and left.wait(PATIENCE):
-            until(stream._cancelled)
+            until(stream.wants_end)
         return put(stream, value)
 
     monkeypatch.setattr(TextStream, "put_tokens", after_it_has_left)

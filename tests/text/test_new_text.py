@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.models.tokenizer_kinds import CORPUS, KINDS, llama, tokenizer_of
-from triforce_tree.server.text_stream import TextStream
+from triforce_tree.server.text_stream import ServedText, TextStream
 from triforce_tree.text.new_text import NewText, new_text
 from triforce_tree.text.vocabulary import Vocabulary
 
@@ -62,8 +62,9 @@ def test_pieces_are_the_text_whatever_the_passes_are(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     for number, (prompt, new) in enumerate(cases(kind)):
         draw = random.Random(number)
-        pieces: list[str] = []
-        stream = TextStream(Vocabulary(tokenizer), (), pieces.append, lambda: False)
+        pieces: list[str | None] = []
+        served = ServedText(prompt, {}, (), pieces.append)
+        stream = TextStream(served, Vocabulary(tokenizer), lambda _: False)
         stream.put_prompt(prompt, frozenset())
         at = 0
         while at < len(new):

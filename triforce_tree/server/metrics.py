@@ -16,7 +16,8 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from triforce_tree.server.scheduler import Scheduler, ServedText
+from triforce_tree.server.scheduler import Scheduler
+from triforce_tree.server.text_stream import ServedText
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 

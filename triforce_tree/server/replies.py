@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from triforce_tree.server.protocol import ChatRequest
 from triforce_tree.server.reading import Read
 from triforce_tree.server.refusals import error
-from triforce_tree.server.scheduler import ServedText
-from triforce_tree.server.text_stream import LevelText, ScoredToken, TokenLogprobs
+from triforce_tree.server.text_stream import LevelText, ScoredToken, ServedText, TokenLogprobs
 from triforce_tree.server.tools.message import Delta, Message, ToolCall
 
 

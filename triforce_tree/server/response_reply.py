@@ -10,7 +10,7 @@ from typing import Any
 
 from triforce_tree.server.reading import Read
 from triforce_tree.server.replies import Piece, messages, reason, usage
-from triforce_tree.server.scheduler import ServedText
+from triforce_tree.server.text_stream import ServedText
 from triforce_tree.server.tools.message import Delta, ToolCall
 
 # Values of fields that a request leaves out.

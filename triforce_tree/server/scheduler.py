@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
 from typing import Any
 
 from triforce_tree.check.own_forward import alternatives
@@ -24,7 +23,7 @@ from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.server.errors import LateError
 from triforce_tree.server.fair_queue import FairQueue
-from triforce_tree.server.text_stream import TextStream
+from triforce_tree.server.text_stream import ServedText, TextStream
 from triforce_tree.text.vocabulary import Vocabulary
 
 _LOG = logging.getLogger(__name__)
@@ -62,72 +61,6 @@ class Limits:
     batch_tokens: int | None = None
     new_tokens: int = 4096
     seconds: float | None = None
-
-
-@dataclass(eq=False)
-class ServedText:
-    """One text of a request: its prompt, its settings, and its results.
-
-    Attributes:
-        prompt: token ids.
-        settings: options of ``generate``, which may differ from those of sequences beside it.
-        speculation: what its drafts may be, which is the same for all sequences of a batch.
-        echo: whether its text begins with that of the prompt.
-        stop: strings before which its text ends.
-        alternatives: number of most probable tokens to report for each new token.
-        client: who asked for it. The queue is fair to clients, see :class:`FairQueue`.
-        levels: whether to report what proposed each new token.
-        seed: seed of its draws, which then do not depend on the batch; None for a random seed.
-        shown: ids of special tokens whose names are part of the text.
-        emit: called with pieces of text while it is decoded, then once with None. It is called in the
-            scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
-            :meth:`Scheduler.submit`.
-        cancelled: may be set by any thread, when nobody waits for the text any more or the server ends.
-        stream: its text so far; set when decoding begins.
-        output: its output, once it has ended.
-        cut: whether it was cancelled before its end.
-        error: the reason why it could not be decoded.
-        alone: whether it is decoded by itself, after a batch with it has failed.
-    """
-
-    prompt: list[int] = field(repr=False)
-    settings: dict[str, Any]
-    stop: tuple[str, ...]
-    emit: Callable[[str | None], None]
-    seed: int | None = None
-    alternatives: int = 0
-    levels: bool = False
-    speculation: Mapping[str, Any] | None = None
-    echo: bool = False
-    shown: frozenset[int] = frozenset()
-    client: str = ""
-    cancelled: bool = False
-    stream: TextStream | None = None
-    output: GenerateOutput | None = None
-    cut: bool = False
-    error: BaseException | None = None
-    alone: bool = False
-    began: float = field(default_factory=time.monotonic)
-    waited: float = 0.0
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Returns the settings that ``Joined.options`` has."""
-        own = ("max_new_tokens", "grammar")
-        return {name: value for name, value in self.settings.items() if name not in own}
-
-    @property
-    def complete(self) -> bool:
-        """Returns whether the text has ended as its request demands."""
-        return self.output is not None and not self.cut and self.error is None
-
-    def end_waiting(self) -> None:
-        """Records the seconds that the text has waited in the queue."""
-        self.waited = time.monotonic() - self.began
-
-    def result(self, name: str) -> Any:
-        """Returns ``finish_reason``, ``new_tokens`` or another value of the output."""
-        return getattr(self.output, name)
 
 
 def _by_name(sequences: Sequences[ServedText]) -> dict[str, Any]:
@@ -373,11 +306,7 @@ class Scheduler:
     def _begin(self, sequence: ServedText) -> None:
         self._queue.begin(sequence)
         sequence.end_waiting()
-        sequence.stream = TextStream(
-            self._vocabulary, sequence.stop, sequence.emit, lambda: self._over(sequence),
-            sequence.alternatives, partial(self._decoded, sequence), sequence.levels,
-            sequence.settings.get("min_new_tokens") or 0, sequence.shown,
-        )  # fmt: skip
+        sequence.stream = TextStream(sequence, self._vocabulary, self._over, self._decoded)
         self.running += 1
 
     def _decoded(self, sequence: ServedText, tokens: int, seconds: float | None) -> None:

@@ -23,13 +23,14 @@ from triforce_tree.server.reading import Answered, Read, Route
 from triforce_tree.server.refusals import RefusedError
 from triforce_tree.server.replies import ChatReply, Piece, Reply, outputs_wanted
 from triforce_tree.server.response_reply import ResponseReply
-from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, ServedText
+from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler
+from triforce_tree.server.text_stream import ServedText
 from triforce_tree.verify.draws import sequence_seed
 
 ENDING = "the server is shutting down; ask again"
 # Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
-_Emit = Callable[[int, ServedText, str | None], None]
+_Emit = Callable[[list[ServedText], int, str | None], None]
 
 
 class Service:
@@ -156,15 +157,14 @@ class Service:
             for number in range(asked.choices):
                 # The choices of a request with a seed differ from each other, and are reproducible.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
-                sequence = ServedText(
-                    ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0,
+                sequences.append(ServedText(
+                    ids, settings, asked.stop_strings, partial(emit, sequences, len(sequences)), seed,
+                    asked.alternatives or 0,
                     asked.stream_options is not None and asked.stream_options.include_levels,
                     speculation=asked.speculation,
                     echo=isinstance(asked, CompletionRequest) and asked.echo,
                     shown=shown,
-                )  # fmt: skip
-                sequence.emit = partial(emit, len(sequences), sequence)
-                sequences.append(sequence)
+                ))  # fmt: skip
         return sequences
 
     def _shown_tokens(self, names: Sequence[str]) -> frozenset[int]:
@@ -200,10 +200,6 @@ async def _ended(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]
         yield reply.encoded(reply.failure(client_message(problem)))
 
 
-def _unheard(text: str | None) -> None:
-    """Ignores text; the placeholder for ``Sequence.emit`` until it is set."""
-
-
 def _emitter(pieces: Pieces, outbox: Outbox, stream: bool) -> _Emit:
     """Returns a function that the decoding thread calls with pieces of text, which come into ``pieces``.
 
@@ -211,9 +207,9 @@ def _emitter(pieces: Pieces, outbox: Outbox, stream: bool) -> _Emit:
         stream: whether the reply has pieces. Otherwise only the ends of the texts are of interest.
     """
 
-    def emit(index: int, sequence: ServedText, text: str | None) -> None:
+    def emit(sequences: list[ServedText], index: int, text: str | None) -> None:
         if text is None or stream:
-            of = sequence.stream
+            of = sequences[index].stream
             scores = ([], []) if of is None else (of.take_logprobs(), of.take_levels())
             outbox.put(pieces, index, Piece(text or "", *scores), text is None)
 

@@ -1,13 +1,16 @@
-"""Converts the tokens of a running generation to pieces of text, which end before a stop string."""
+"""The texts of requests, and their streams, which convert new tokens to pieces of text."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
@@ -60,20 +63,81 @@ class LevelText(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False)
+class ServedText:
+    """One text of a request: its prompt, its settings, and its results.
+
+    Attributes:
+        prompt: token ids.
+        settings: options of ``generate``, which may differ from those of sequences beside it.
+        speculation: what its drafts may be, which is the same for all sequences of a batch.
+        echo: whether its text begins with that of the prompt.
+        stop: strings before which its text ends.
+        alternatives: number of most probable tokens to report for each new token.
+        client: who asked for it. The queue is fair to clients, see ``FairQueue``.
+        levels: whether to report what proposed each new token.
+        seed: seed of its draws, which then do not depend on the batch; None for a random seed.
+        shown: ids of special tokens whose names are part of the text.
+        emit: called with pieces of text while it is decoded, then once with None. It is called in the
+            scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
+            ``Scheduler.submit``.
+        cancelled: may be set by any thread, when nobody waits for the text any more or the server ends.
+        stream: its text so far; set when decoding begins.
+        output: its output, once it has ended.
+        cut: whether it was cancelled before its end.
+        error: the reason why it could not be decoded.
+        alone: whether it is decoded by itself, after a batch with it has failed.
+    """
+
+    prompt: list[int] = field(repr=False)
+    settings: dict[str, Any]
+    stop: tuple[str, ...]
+    emit: Callable[[str | None], None]
+    seed: int | None = None
+    alternatives: int = 0
+    levels: bool = False
+    speculation: Mapping[str, Any] | None = None
+    echo: bool = False
+    shown: frozenset[int] = frozenset()
+    client: str = ""
+    cancelled: bool = False
+    stream: "TextStream | None" = None
+    output: GenerateOutput | None = None
+    cut: bool = False
+    error: BaseException | None = None
+    alone: bool = False
+    began: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Returns the settings that ``Joined.options`` has."""
+        own = ("max_new_tokens", "grammar")
+        return {name: value for name, value in self.settings.items() if name not in own}
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether the text has ended as its request demands."""
+        return self.output is not None and not self.cut and self.error is None
+
+    def end_waiting(self) -> None:
+        """Records the seconds that the text has waited in the queue."""
+        self.waited = time.monotonic() - self.began
+
+    def result(self, name: str) -> Any:
+        """Returns ``finish_reason``, ``new_tokens`` or another value of the output."""
+        return getattr(self.output, name)
+
+
 class TextStream(TokenStreamer):
     """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
 
     Args:
+        sequence: the text to decode, with its settings.
         vocabulary: that of the target's tokenizer.
-        stop: strings before which the text ends.
-        emit: a callback for each piece of text, called in the thread of the generation.
-        cancelled: returns whether the generation should end because nobody waits for the text.
-        alternatives: number of most probable tokens to report for each new token.
-        passed: called after each pass with the number of its new tokens, and the seconds since the pass
-            before it; None for the first one.
-        wants_origins: whether :meth:`take_levels` is called.
-        least: number of new tokens whose text may have stop strings without ending.
-        shown: ids of special tokens whose names are part of the text.
+        over: returns whether decoding of the sequence should end because nobody waits for its text.
+        passed: called after each pass with the sequence, the number of its new tokens, and the seconds since
+            the pass before it; None for the first one.
 
     Attributes:
         text: the text that was emitted so far.
@@ -86,23 +150,18 @@ class TextStream(TokenStreamer):
 
     def __init__(
         self,
+        sequence: ServedText,
         vocabulary: Vocabulary,
-        stop: Sequence[str],
-        emit: Callable[[str], None],
-        cancelled: Callable[[], bool],
-        alternatives: int = 0,
-        passed: Callable[[int, float | None], None] = lambda tokens, seconds: None,
-        wants_origins: bool = False,
-        least: int = 0,
-        shown: Collection[int] = (),
+        over: Callable[[ServedText], bool],
+        passed: Callable[[ServedText, int, float | None], None] = lambda *_: None,
     ) -> None:
-        self._passed, self.wants_origins, self._shown = passed, wants_origins, shown
+        self._sequence, self._vocabulary, self._over, self._passed = sequence, vocabulary, over, passed
+        self.wants_origins = sequence.levels
+        # Number of new tokens whose text may have stop strings without ending.
+        self._least: int = sequence.settings.get("min_new_tokens") or 0
+        self._new, self._echoed = NewText(vocabulary, (), (), sequence.stop, sequence.shown), 0
         self._origins: list[str] = []
         self._levels: list[LevelText] = []
-        self._vocabulary, self._stop = vocabulary, tuple(stop)
-        self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
-        self._least, self._echoed = least, 0
-        self._new = NewText(self._vocabulary, (), (), self._stop, shown)
         self.text, self.count = "", 0
         self.first: float | None = None
         self.newest: float | None = None
@@ -117,9 +176,8 @@ class TextStream(TokenStreamer):
         return self._new.stopped
 
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
-        self._new = NewText(
-            self._vocabulary, tokens, end_tokens, () if self._least else self._stop, self._shown
-        )
+        stop = () if self._least else self._sequence.stop
+        self._new = NewText(self._vocabulary, tokens, end_tokens, stop, self._sequence.shown)
 
     def echo(
         self, prompt: Sequence[int], scores: Sequence[tuple[float, list[tuple[int, float]]]] | None
@@ -141,7 +199,7 @@ class TextStream(TokenStreamer):
         self._echoed = len(text)
 
     def wants_end(self) -> bool:
-        return self._cancelled()
+        return self._over(self._sequence)
 
     def put_origins(self, names: Sequence[str]) -> None:
         self._origins = list(names)
@@ -155,16 +213,16 @@ class TextStream(TokenStreamer):
             if self.stopped:
                 break
             if self.count == self._least > 0:
-                self._new.search(self._stop)
+                self._new.search(self._sequence.stop)
             self.count += 1
             self.starts.append(self._new.length)
             if scores is not None:
                 self.logprobs.append(self._scored(token, *scores))
             pieces.append(self._new.put(token))
         self._add_levels(pieces)
-        self._passed(self.count - known, None if before is None else now - before)
+        self._passed(self._sequence, self.count - known, None if before is None else now - before)
         self._send("".join(pieces))
-        return self.stopped or self._cancelled()
+        return self.stopped or self._over(self._sequence)
 
     def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:
         """Stores the scores of the tokens that ``put_tokens`` receives next.
@@ -175,9 +233,9 @@ class TextStream(TokenStreamer):
         """
         values = [value.item() for value in scores.get("logprobs", ())]
         best: list[list[tuple[int, float]]] = [[] for _ in values]
-        if self._alternatives and (logits := scores.get("logits")):
+        if (most := self._sequence.alternatives) and (logits := scores.get("logits")):
             rows = torch.stack(list(logits)).float().log_softmax(-1)
-            top = rows.topk(min(self._alternatives, rows.shape[1]))
+            top = rows.topk(min(most, rows.shape[1]))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             best = [list(zip(*pair, strict=True)) for pair in pairs]
         self._coming = list(zip(values, best, strict=True))
@@ -229,4 +287,4 @@ class TextStream(TokenStreamer):
     def _send(self, text: str) -> None:
         if text:
             self.text += text
-            self._emit(text)
+            self._sequence.emit(text)

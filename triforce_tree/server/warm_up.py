@@ -10,7 +10,8 @@ from triforce_tree.planning.memory_layout import gib
 from triforce_tree.requests.batch_pool import sizes_of
 from triforce_tree.runtime.progress_log import LOG, logged
 from triforce_tree.server.protocol import request_of
-from triforce_tree.server.scheduler import ClosedError, Scheduler, ServedText
+from triforce_tree.server.scheduler import ClosedError, Scheduler
+from triforce_tree.server.text_stream import ServedText
 
 # Tokens of the short prompt, and new tokens: enough passes for each of their stages to be used.
 _SHORT, _NEW = 64, 24
