@@ -208,73 +208,68 @@ class FullCache:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         features: Features | None = None,
-        index: int | None = None,
     ) -> list[int]:
-        """Prefills all but each prompt's last token, or gives KV slots to a prompt that joins the others.
+        """Prefills all but the last token of the prompts of all sequences.
 
         Args:
-            prompts: the prompts of all sequences, or the only prompt that replaces a sequence.
+            prompts: the prompt of each sequence.
             progress: called with numbers of tokens; those that the cache holds come first.
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any.
-            index: the batch index of the sequence that the only prompt replaces while the others continue;
-                :meth:`prefill_chunk` then computes it. None to prefill the prompts of all sequences.
 
         Returns:
             how many tokens of each prompt the cache already held.
         """
-        try:
-            first, computed_by = index or 0, self._target.function_key()
-            # Nothing is kept if weights or rotary frequencies have changed.
-            current: Reuse = reuse if self._computed_by == computed_by else "none"
-            if index is None and current == "none":
+        with self._forgets_on_error():
+            computed_by = self._target.function_key()
+            if self._current(reuse) == "none":
                 self.backend.forget()
-            moved = self.backend.place(prompts, index, features)
-            # The means at an index are those of the text before.
-            for b in moved if index is None else [index]:
+            for b in self.backend.place(prompts, None, features):
                 self.means.lost(b, 0)
-            forks = [0] * len(prompts)
-            if self._exchange is not None and reuse != "none":
-                for n, (b, prompt) in enumerate(enumerate(prompts, first)):
-                    if current == "none":
-                        self.cached.keep(b, 0)
-                    self.means.lost(b, self.cached.common(b, prompt, "all"))
-                    held = self._reusable(b, prompt, reuse, features)
-                    forks[n] = self._exchange.bring(b, prompt, held, reuse, computed_by, features)
-                current, self._computed_by = reuse, computed_by
-            starts = distributed.agreed(
-                [self._reusable(b, prompt, current, features) for b, prompt in enumerate(prompts, first)]
-            )
-            if progress and any(starts):
-                progress(sum(starts))
-            if (marks := self.marks) is not None:
-                for b, start in enumerate(starts, first):
-                    marks.restore(b, start)
-            if all(start and start == len(p) - 1 for start, p in zip(starts, prompts, strict=True)):
-                if features is not None:
-                    for b, start in enumerate(starts, first):
-                        features.begin(b, start)
-                return starts
-            if index is not None:
-                # Until they are prefilled, passes write after the tokens that the sequence has.
-                self.cached.keep(index, starts[0])
-                self._paused.pop(index, None)
-                self._fork_of[index] = forks[0]
+            starts, forks = self._resume(prompts, 0, progress, reuse, features)
+            if _complete(prompts, starts):
                 return starts
             with self._target.active():
                 run = PromptRun(progress, self.states, features)
                 begun = self._fork(prompts, starts, forks, run)
                 reused = self.backend.prefill(prompts, 0, begun, run)
             self.means.written(starts)
-            if reuse == "all" and marks is not None:
+            if reuse == "all" and self.marks is not None:
                 for b, prompt in enumerate(prompts):
-                    marks.add(b, len(prompt) - 1)
+                    self.marks.add(b, len(prompt) - 1)
             self._computed_by = computed_by
             return reused if begun == starts else starts
-        except BaseException:
-            # Chunks of a pool that were written before stay as they are.
-            self._forget_sequences()
-            raise
+
+    def place(
+        self,
+        b: int,
+        prompt: Sequence[int],
+        progress: Progress | None,
+        reuse: Reuse,
+        features: Features | None,
+    ) -> int:
+        """Gives KV slots to a prompt that replaces a sequence while the others continue.
+
+        :meth:`prefill_chunk` then computes it.
+
+        Args:
+            b: the batch index of the sequence.
+            progress, reuse, features: as for :meth:`prefill`.
+
+        Returns:
+            how many tokens of the prompt the cache already holds.
+        """
+        with self._forgets_on_error():
+            self.backend.place([prompt], b, features)
+            # The means are those of the text before.
+            self.means.lost(b, 0)
+            [start], [fork] = self._resume([prompt], b, progress, reuse, features)
+            if not _complete([prompt], [start]):
+                # Until they are prefilled, passes write after the tokens that the sequence has.
+                self.cached.keep(b, start)
+                self._paused.pop(b, None)
+                self._fork_of[b] = fork
+            return start
 
     def prefill_chunk(
         self,
@@ -285,7 +280,7 @@ class FullCache:
         progress: Progress | None = None,
         features: Features | None = None,
     ) -> tuple[int, int]:
-        """Prefills the next chunk of a prompt that :meth:`prefill` has given KV slots.
+        """Prefills the next chunk of a prompt that :meth:`place` has given KV slots.
 
         The chunks are those of a prefill without interruption, so that keys and values are equal bit by bit.
         Passes of the other sequences may come between two chunks.
@@ -299,7 +294,7 @@ class FullCache:
             how many tokens of the prompt the cache holds now, and how many of the new ones another prompt has
             computed meanwhile.
         """
-        try:
+        with self._forgets_on_error():
             last = len(prompt) - 1
             stop, states = forward_end(start, last, self.backend.chunk), self.states
             fork = self._fork_of.get(b, 0)
@@ -318,9 +313,60 @@ class FullCache:
                 self.marks.add(b, stop)
             self._computed_by = self._target.function_key()
             return stop, found - start
+
+    def _current(self, reuse: Reuse) -> Reuse:
+        """Returns ``reuse``, or "none" if weights or rotary frequencies have changed since the prefill."""
+        return reuse if self._computed_by == self._target.function_key() else "none"
+
+    @contextmanager
+    def _forgets_on_error(self) -> Iterator[None]:
+        """Is a context whose errors let no later prompt reuse the sequences."""
+        try:
+            yield
         except BaseException:
+            # Chunks of a pool that were written before stay as they are.
             self._forget_sequences()
             raise
+
+    def _resume(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        progress: Progress | None,
+        reuse: Reuse,
+        features: Features | None,
+    ) -> tuple[list[int], list[int]]:
+        """Lets sequences continue what the cache, or host memory, holds of the beginnings of their prompts.
+
+        Args:
+            first: the batch index of the first prompt; the others follow it.
+            progress, reuse, features: as for :meth:`prefill`.
+
+        Returns:
+            how many tokens of each prompt the cache holds, and how many the prompt shares with a kept text.
+        """
+        forks, current = [0] * len(prompts), self._current(reuse)
+        if self._exchange is not None and reuse != "none":
+            computed_by = self._target.function_key()
+            for n, (b, prompt) in enumerate(enumerate(prompts, first)):
+                if current == "none":
+                    self.cached.keep(b, 0)
+                self.means.lost(b, self.cached.common(b, prompt, "all"))
+                held = self._reusable(b, prompt, reuse, features)
+                forks[n] = self._exchange.bring(b, prompt, held, reuse, computed_by, features)
+            current, self._computed_by = reuse, computed_by
+        starts = distributed.agreed(
+            [self._reusable(b, prompt, current, features) for b, prompt in enumerate(prompts, first)]
+        )
+        if progress and any(starts):
+            progress(sum(starts))
+        complete = _complete(prompts, starts)
+        for b, start in enumerate(starts, first):
+            if self.marks is not None:
+                self.marks.restore(b, start)
+            if features is not None and complete:
+                features.begin(b, start)
+        return starts, forks
 
     def _fork(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], forks: Sequence[int], run: PromptRun
@@ -479,3 +525,8 @@ class FullCache:
         """
         streamed = self._target.streamed
         return self.backend.closed or (streamed is not None and streamed.arrangement != self._arrangement)
+
+
+def _complete(prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> bool:
+    """Returns whether the cache holds all tokens of each prompt but the last, and at least one."""
+    return all(0 < start == len(prompt) - 1 for start, prompt in zip(starts, prompts, strict=True))

@@ -510,8 +510,7 @@ class DecodingProgram:
             how many tokens of the prompt are reused.
         """
         self._check([prompt])
-        [reused] = self.cache.prefill([prompt], progress, reuse, self.state.features, index)
-        return reused
+        return self.cache.place(index, prompt, progress, reuse, self.state.features)
 
     def prefill_chunk(
         self,
