@@ -71,7 +71,7 @@ def best_index(running: ByIndex, free: Sequences[int], prompt: Sequences[int]) -
     with few neighbours that have little in common, because a later prompt may share a prefix with them.
 
     Args:
-        running: the running sequences.
+        running: the running sequence at each batch index; None where there is none.
         free: the batch indices without a running sequence.
     """
     if len(free) == 1:
@@ -109,11 +109,11 @@ class DecodingLoop:
         in_chunks: whether the first prompts are prefilled in chunks as well, if the backend ``replaces``.
 
     Attributes:
-        sequences: the sequence at each batch index.
+        sequences: the sequence at each batch index; None where there is none.
         joining: sequences without KV slots, in the order in which they joined.
-        program: the program that decodes them.
-        passes: the number of passes by kind.
-        prefill_seconds, decode_seconds: host time.
+        program: the program that decodes the sequences.
+        passes: the number of passes of each kind.
+        prefill_seconds, decode_seconds: the host's time for prompts and for passes.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
@@ -191,7 +191,7 @@ class DecodingLoop:
 
     @property
     def levels(self) -> list[LevelStats]:
-        """Statistics, level 0 first."""
+        """Returns the statistics of each level, level 0 first."""
         return added(self._before, self._levels)
 
     @property
@@ -248,8 +248,8 @@ class DecodingLoop:
             self._update_active()
 
     def resize(self, places: int) -> None:
-        """Gives the batch other places from the next pass on: more if the backend ``replaces``, fewer if it
-        ``resizes`` and so many hold all sequences.
+        """Changes the number of places of the batch before the next pass. More are possible if the backend
+        ``replaces``, and fewer if it ``resizes`` and all sequences have places then.
         """
         self.sequences += [None] * (places - len(self.sequences))
         self._places = places
@@ -260,7 +260,7 @@ class DecodingLoop:
 
         Args:
             observe: called after the pass. If memory runs out in it, the pass is repeated.
-            meanwhile: called once a GPU computes the pass. A sequence that it ends gets none of its tokens.
+            meanwhile: called once a GPU computes the pass. A sequence that it ends gets no token of the pass.
 
         Returns:
             the sequences that got new tokens, and these tokens; nothing if no prompt is prefilled yet.
@@ -654,7 +654,7 @@ class DecodingLoop:
         """Adds a pass to the statistics of its sequences and levels.
 
         Args:
-            seconds: the seconds of its stages.
+            seconds: the seconds of the stages of the pass, by name.
         """
         emitted = 0
         for sequence, new in fresh:

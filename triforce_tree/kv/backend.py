@@ -37,9 +37,9 @@ class CacheSpec:
 
     Attributes:
         target: the model whose keys and values are kept.
-        config: the retrieval settings, the shapes of the draft's trees, the chunks of a prefill.
+        config: the retrieval settings, the shapes of the draft's trees, and the chunks of a prefill.
         batch: the number of sequences, B.
-        max_seq_len: most tokens of a sequence, new ones included.
+        max_seq_len: the most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
     """
 
@@ -82,7 +82,7 @@ class PromptRun:
     """Holds the options of a prefill.
 
     Attributes:
-        progress: called with numbers of tokens.
+        progress: called with numbers of tokens as they are prefilled.
         states: the states of recurrent layers, if there are any.
         features: where hidden states are kept for the drafter, if it reads any.
     """
@@ -102,19 +102,21 @@ class KVBackend:
         spec: describes the KV slots that are needed.
 
     Attributes:
-        store: KV slots on the device that hold whole sequences, or the windows of layers with one.
+        store: the KV slots on the device; they hold whole sequences, or only those layers of them that have a
+            sliding window.
         retrieval: level 1's view; None with fewer than three levels.
         cached: which tokens of each sequence are in the cache.
         replaces: whether a sequence can be prefilled while the others go on.
         resizes: whether a backend for more or fewer sequences can continue in the same memory.
-        reclaims: whether slots of a sequence that has ended are given to others, so that a placeholder takes
-            its place.
+        reclaims: whether the slots of a sequence that has ended are given to others, so that a placeholder
+            takes its place in the batch.
         fixed_passes: whether all passes are alike: trees of one shape, and one number of levels.
-        transfers: whether passes copy keys and values to the device, whose seconds grow with the text.
-        least_prompt: fewest tokens of a prompt.
+        transfers: whether passes copy keys and values to the device, which takes longer for longer texts.
+        least_prompt: the fewest tokens that a prompt may have.
         readable: whether ``store`` holds every layer of each sequence, in slots of its own.
-        pool_slots: KV slots of each head that all sequences share; 0 where each has slots of its own.
-        unit: :meth:`fill` begins at multiples of so many tokens.
+        pool_slots: number of KV slots per head in the pool that all sequences share; 0 if each sequence has
+            slots of its own.
+        unit: number of tokens; :meth:`fill` begins at multiples of it.
         closed: whether memory was given back, so that the backend cannot be used any more.
     """
 
@@ -134,9 +136,9 @@ class KVBackend:
         """Returns the target's view for T new tokens of each sequence.
 
         Args:
-            queries: T.
-            mask: bool ``[T, T]`` where it never changes.
-            depths: of the T tokens in their tree.
+            queries: the number T.
+            mask: bool ``[T, T]``: which new tokens each of them sees, if this is the same in all forwards.
+            depths: the depth of each new token in its tree; None for a single token.
         """
         raise NotImplementedError
 
@@ -155,8 +157,8 @@ class KVBackend:
         """Returns the bytes of keys and values that a pass copies to the device.
 
         Args:
-            tokens: committed tokens of each sequence.
-            queries: new tokens of each sequence.
+            tokens: number of committed tokens of each sequence.
+            queries: number of new tokens of each sequence.
         """
         return 0
 
@@ -168,11 +170,13 @@ class KVBackend:
         """Gives slots to prompts that are prefilled next.
 
         Args:
-            index: the sequence that the only prompt replaces; None for prompts of all sequences.
-            features: hidden states that a drafter reads.
+            index: the batch index of the sequence that the only prompt replaces; None for prompts of all
+                sequences.
+            features: where hidden states are kept for the drafter, if it reads any.
 
         Returns:
-            the sequences that got other slots: what was computed of their keys does not hold any more.
+            the batch indices of sequences that got other slots, for which results computed from the former
+            keys are not valid any more.
         """
         return []
 
@@ -186,8 +190,8 @@ class KVBackend:
         """Computes keys and values of all but the last token of prompts, inside ``target.active()``.
 
         Args:
-            first: the sequence of the first prompt; the others follow it.
-            starts: tokens of each prompt that the cache holds already.
+            first: the batch index of the first prompt; the others follow it.
+            starts: how many tokens of each prompt the cache holds already.
 
         Returns:
             ``starts``, or more where a prompt begins like one that was prefilled before it.
@@ -205,10 +209,10 @@ class KVBackend:
         """Lets the other sequences run between two calls of :meth:`prefill` for sequence b.
 
         Args:
-            held: tokens of its prompt that are prefilled.
+            held: how many tokens of its prompt are prefilled.
 
         Returns:
-            how many of them sequence b has for these passes, which write after them.
+            how many of these tokens sequence b has in passes of the others, which write after them.
         """
         return held
 
@@ -242,10 +246,10 @@ class KVBackend:
         """Returns whether there are KV slots for further prompts beside the running sequences.
 
         Args:
-            running: prompts of the sequences that go on.
-            coming: prompts, and most new tokens of each.
-            most: sequences that there will be.
-            tokens: most tokens of all prompts together; None for no limit.
+            running: the prompts of the running sequences, by batch index.
+            coming: the further prompts, and the most new tokens of each.
+            most: the most sequences that the batch may have; 0 for as many as it has now.
+            tokens: the most tokens of all prompts together; None for no limit.
         """
         prompts = [*running.values(), *(prompt for prompt, _ in coming)]
         return tokens is None or len(prompts) < 2 or sum(map(len, prompts)) <= tokens
@@ -266,9 +270,9 @@ class KVBackend:
         """Returns whether another backend for these prompts can take over what this one holds.
 
         Args:
-            bits: of each element there.
-            reuse: which tokens it would keep.
-            pool: of that backend.
+            bits: the bits of each element of keys and values in the other backend.
+            reuse: which tokens the other backend would keep.
+            pool: the pool of the other backend; None if its sequences have slots of their own.
         """
         return False
 
@@ -276,7 +280,7 @@ class KVBackend:
 
     @property
     def layout(self) -> object:
-        """Returns what :meth:`read` gives: two backends of the same target and layout give the same."""
+        """Returns the format of :meth:`read`, by which backends of the same target are compared."""
         store = self.store
         return [
             (group.layers, group.shape, store.bits, store.dtype) for group in store.groups if not group.ring
@@ -298,9 +302,9 @@ class KVBackend:
         b has them.
 
         Args:
-            start: tokens that the sequence has already.
-            runs: the first position, the one after the last, and their KV slots, in order, from ``start``
-                on, which is rounded down to whole ``unit``.
+            start: how many tokens the sequence has already.
+            runs: for consecutive ranges of positions, the first position, the position after the last one,
+                and the KV slots. The first range begins at ``start``, rounded down to a multiple of ``unit``.
         """
         for first, _, parts in runs:
             self.store.set_positions(b, first, parts)
@@ -315,7 +319,7 @@ class KVBackend:
         it takes over in turn.
 
         Returns:
-            whether this backend's sequences are the earlier one's now.
+            whether this backend has the sequences of the other one now.
         """
         return False
 
@@ -337,7 +341,9 @@ class KVBackend:
         return dict(zip(PARTS, parts, strict=False))
 
     def layer_slots(self, layer: int, count: int) -> tuple[dict[str, Tensor], int]:
-        """Returns the slots ``[..., H_kv, S, D]`` that :meth:`set_layer` fills, by name, and its tokens."""
+        """Returns the slots ``[..., H_kv, S, D]`` that :meth:`set_layer` fills, by name of ``PARTS``, and the
+        fewest tokens that it needs for them.
+        """
         group, _ = self._layer_of(layer)
         return dict(zip(PARTS, group.parts, strict=False)), min(count, group.shape.window or count)
 
@@ -366,7 +372,7 @@ class KVBackend:
         """Undoes, at the end, what passes wrote after made-up sequences of ``length`` tokens.
 
         Args:
-            count: slots after them that passes write.
+            count: number of slots after these tokens that passes write.
         """
         self.store.initialise([len(tokens) for tokens in self.cached.held])
         with self.store.saved(length, count):

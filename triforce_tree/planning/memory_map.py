@@ -47,14 +47,25 @@ class WindowedLayers:
 class Sizes:
     """The sizes of the models that decide memory and time, in bytes and counts, per rank.
 
-    ``weights`` and ``draft`` are bytes of parameters and buffers; the draft's include its cache. ``streamed``
-    bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device; they include
-    the experts, if there are any. ``kv_heads``, ``head_dim`` and ``value_dim`` (0 stands for ``head_dim``)
-    are those of the full-attention layers. ``windowed`` has the layers with a window. ``states`` is the bytes
-    of one sequence's states in recurrent layers, and ``state_inputs`` what these layers read for one token.
-    ``chains`` says that trees must not branch, since the target
-    or the draft has recurrent layers. ``kv_bits`` is the number of bits of the target's keys and
-    values. ``drafter`` proposes the trees; with None only a draft model does.
+    Attributes:
+        weights, draft: bytes of parameters and buffers; those of the draft include its cache.
+        layers: number of the target's layers that keep keys and values.
+        heads: number of query heads.
+        kv_heads, head_dim, value_dim: number of KV heads and widths of keys and values in the full-attention
+            layers; a ``value_dim`` of 0 stands for ``head_dim``.
+        hidden: width of the hidden states.
+        mlp: width of the inner activations of the MLP, or of all experts of one token if that is more.
+        vocabulary: number of token ids.
+        itemsize: bytes per element of the model's dtype.
+        streamed: bytes of the weights that are in host memory, including experts, if there are any.
+        slots: bytes on the device into which streamed weights are copied.
+        windowed: the layers with a sliding window.
+        experts: the sizes of the experts; None if there are none.
+        states: bytes of one sequence's states in recurrent layers.
+        state_inputs: bytes of what recurrent layers read for one token.
+        kv_bits: number of bits of each element of the target's keys and values.
+        drafter: the drafter that proposes the trees; None if only a draft model does.
+        chains: whether trees must not branch, since the target or the draft has recurrent layers.
     """
 
     weights: int
@@ -91,7 +102,7 @@ class Sizes:
         """Returns the expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
 
         Args:
-            resident: layers whose experts stay on the device.
+            resident: number of layers whose experts stay on the device.
         """
         if not self.streamed or self.experts is None:
             return self.streamed
@@ -190,7 +201,7 @@ def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:
     """Returns the bytes of one token's keys and values in one layer.
 
     Args:
-        elements: elements of a key and a value of one head together.
+        elements: number of elements of a key and a value of one head together.
         itemsize: bytes per element of the model's dtype, which is used if ``bits`` is 16. With 8 bits a key
             and a value of a head each have a scale of four bytes.
     """
@@ -231,7 +242,7 @@ class HostRate:
     points: tuple[tuple[int, float], ...]
 
     def at(self, queries: int) -> float:
-        """Returns the bytes per second for so many queries.
+        """Returns the bytes per second for this number of queries.
 
         Between two points the time per byte is interpolated linearly: reading it costs the same for any
         number of queries, and each query adds the same arithmetic. Beyond the last point only the arithmetic
@@ -251,12 +262,14 @@ class Machine:
     """Available memory in bytes, and bandwidths in bytes per second.
 
     Attributes:
-        device: device memory for the whole engine; ``others`` bytes of it are used by other tensors.
+        device: device memory for the whole engine.
         host: host memory for page-locked KV slots and weights, including those already allocated.
-        bus: bandwidth from host to device; ``read``: bandwidth of the device's own memory.
-        limit, host_limit: name what limits device and host memory, for messages.
-        most_device, most_host: memory without the user's limits; 0 if they are not larger.
-        ranks: processes that share the machine's host memory; ``host`` is the share of one.
+        bus: bandwidth from host to device.
+        read: bandwidth of the device's own memory.
+        others: bytes of ``device`` that other tensors use.
+        limit, host_limit: names of what limits device and host memory, for messages.
+        most_device, most_host: device and host memory without the user's limits; 0 if that is not more.
+        ranks: number of processes that share the machine's host memory; ``host`` is the share of one.
         host_attention: rate of attention on the CPU; None if the CPU must not attend.
     """
 
@@ -292,9 +305,9 @@ def prefill(
     Args:
         store: bytes of the retrieval cache, which during prefill holds one layer's keys and values, or hidden
             states.
-        recent_slots: KV slots per layer that are copied into the window at the end of the prefill.
-        split: says where keys and values are computed, and where hidden states are kept; if on the host,
-            those of three chunks are on the device.
+        recent_slots: number of KV slots per layer that are copied into the window at the end of the prefill.
+        split: where keys and values are computed, and where hidden states are kept. If these are kept on the
+            host, those of three chunks are on the device.
     """
     layer = 0 if split.last_resident or not sizes.full_layers else max(0, prompt * sizes.row - store)
     chunk = config.prefill_chunk or 4096

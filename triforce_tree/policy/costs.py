@@ -11,7 +11,7 @@ from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 EVIDENCE = 200
-"""Passes of one kind before the table is corrected by their times."""
+"""Number of passes of one kind whose times are needed to correct the table."""
 TOLERANCE = 1.25
 """The table is corrected if three quarters of the times differ from it by more than this factor, all in one
 direction."""
@@ -19,11 +19,12 @@ COPIED = 0.05
 """The seconds to copy matched tokens to the device, as a share of the seconds to draft a tree."""
 # Stages of the target, whose costs grow with the context.
 _OF_TARGET = ("plain", "chain", "root", "tree")
-# Passes whose median time counts for the next pass, and passes of each kind before plain decoding is known.
+# Number of newest passes of a kind whose median time is expected of the next one, and number of passes after
+# which the seconds of a kind count as known.
 _NEWEST, _KNOWN = 15, 3
-# Drafting passes in a row after which plain passes are measured anew.
+# Number of drafting passes in a row after which plain passes are measured anew.
 _STALE = 512
-# Costs are interpolated again after so many tokens at least, and after this share of the context.
+# Costs are interpolated again after this number of tokens, or this share of the context if it is more.
 _STEP, _SHARE = 8, 1 / 128
 
 
@@ -32,8 +33,8 @@ class StageCosts:
     """The seconds of the stages at several context lengths.
 
     Attributes:
-        lengths: tokens of context, ascending.
-        seconds: the stages' seconds at each of the lengths.
+        lengths: the lengths of the context in tokens, in ascending order.
+        seconds: the seconds of the stages at each length.
 
     Raises:
         ValueError: the lengths do not ascend, or there are not as many as seconds.
@@ -63,11 +64,11 @@ class StageCosts:
 class KnownCosts:
     """The stage costs of a program, and how far the times of its passes are off.
 
-    The load of a machine and the work of the host between stages change the times of passes. The factor of
-    passes of so many levels with one shape of tree is the median of their newest times, divided by the times
-    that the table gives. Two factors of plain passes are added to those of drafting passes, so that single
-    passes decide nothing. Plain passes are measured anew after ``_STALE`` drafting passes, since the load may
-    have been another one.
+    The load of a machine and the work of the host between stages change the times of passes. Passes with the
+    same number of levels and the same shape of tree have a common factor: the median of their newest times,
+    each divided by the time that the table gives. The median of drafting passes includes the factor of plain
+    passes twice, so that single passes decide nothing. Plain passes are measured anew after ``_STALE``
+    drafting passes, since the load may have been another one.
 
     Args:
         tables: the costs with trees of each shape, the configured shape first; None for a shape that passes
@@ -75,8 +76,9 @@ class KnownCosts:
         guessed: whether the costs follow from the sizes of the models, and nothing was measured.
 
     Attributes:
-        ratios: the times of passes, divided by those that the table gives, by (levels, shape).
-        factors: by (levels, shape). Passes without a factor have that of plain passes, since load slows all.
+        ratios: the measured times of passes, divided by those of the table, for each (levels, shape).
+        factors: the factor for each (levels, shape). Passes without one have that of plain passes, since load
+            slows all passes.
     """
 
     ratios: dict[tuple[int, int], deque[float]]
@@ -134,7 +136,7 @@ class PassCosts:
 
     Args:
         known: the costs of the program's stages.
-        follow: whether the times of passes count, and not the table alone.
+        follow: whether the times of earlier passes correct those of the table.
     """
 
     def __init__(self, known: KnownCosts, follow: bool = True) -> None:
@@ -206,8 +208,8 @@ def predicted(
 
     Args:
         first: the costs with trees of ``known``.
-        chain: tokens in the target's verification of a draft chain.
-        tail: whether the stage that verifies a chain begins with the draft of a tree at its end.
+        chain: number of tokens in the target's verification of a draft chain.
+        tail: whether the stage that verifies a chain first drafts a tree at the end of the chain.
     """
     forwards = COPIED if shape.matched else max(1, len(shape.widths)) / max(1, len(known.widths))
 
@@ -227,9 +229,12 @@ def predicted(
 
 
 def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Returns the seconds of a verification of so many tokens, by (tokens, seconds) in ascending order.
+    """Returns the seconds of a verification of ``tokens`` tokens, interpolated between measured points.
 
     Beyond the last point the slope is that between the first and the last one.
+
+    Args:
+        points: the measured (tokens, seconds), in ascending order.
     """
     (first, least), (last, most) = points[0], points[-1]
     for (low, before), (high, after) in pairwise(points):

@@ -22,13 +22,15 @@ from triforce_tree.requests.scores import EmittedScores
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.text.vocabulary import Vocabulary
 
-# Passes for which fewer places would do, after which a batch is made smaller.
+# A batch is made smaller after this number of passes in a row for which fewer places would do.
 _PATIENCE = 32
 
 
 class _Asked(NamedTuple):
-    """A prompt that may join, and its sequence without number, seed and grammar; None if its options are
-    wrong.
+    """A prompt that may join, with its options.
+
+    Attributes:
+        sequence: its sequence, without number, seed and grammar; None if the options are wrong.
     """
 
     prompt: list[int]
@@ -68,12 +70,14 @@ class Batch:
         self._begun = [each for each in request.sequences if each not in self._waiting]
         # New tokens that their streamers have not received yet, and what proposed them.
         self._unsent: list[tuple[Sequence, list[int], list[str]]] = []
-        # Sequences of prompts that were asked for since the last pass, and before it, by the ids of prompt
-        # and options; and whether the models have changed, None before anybody asks.
+        # Prompts that were asked for since the last pass, and between the two passes before, by the ids of
+        # prompt and options.
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._asked_before: dict[tuple[int, int], _Asked] = {}
+        # Whether the models have changed; None if this was not asked since the last pass.
         self._changed: bool | None = None
-        # Passes in a row for which fewer places would do; and places beside which memory is short for more.
+        # The number of passes in a row for which fewer places would do, and the last number of places that
+        # could not grow because memory was short.
         self._passes_with_fewer, self._full = 0, 0
 
     def decode(self) -> GenerateOutput:

@@ -13,7 +13,7 @@ from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.requests.joining import Joining
 from triforce_tree.trees.device_shapes import pass_limits
 
-# Sequences without a pool, each of which has slots for the longest text, whether it is there or not.
+# The most places without a pool; each of them has slots for the longest text, even while it is free.
 _MOST_ALONE = 8
 # Stages of several kinds of sampling, and for fewer places, take so many times the memory of one kind.
 _WORKSPACES = 2
@@ -39,7 +39,7 @@ class BatchPool:
         hierarchy: the levels that decode the prompts.
         prompts: the prompts of the batch; those that do not fit at once begin later.
         new_tokens: the most new tokens of each sequence.
-        max_batch: the most sequences that are decoded together; None for no limit but the memory's.
+        max_batch: the most sequences that are decoded together; None if only memory limits them.
         joining: the source of prompts that may join while the batch runs; None without one.
         shares: whether prompts may share slots at all.
     """
@@ -115,7 +115,7 @@ class BatchPool:
         The pool is made smaller if more sequences fit then.
 
         Args:
-            prompt, new_tokens: tokens of the longest sequence.
+            prompt, new_tokens: numbers of prompt tokens and of new tokens of the longest sequence.
         """
         hierarchy = self._hierarchy
         if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:

@@ -70,23 +70,26 @@ class ServedText:
     Attributes:
         prompt: token ids.
         settings: options of ``generate``, which may differ from those of sequences beside it.
-        speculation: what its drafts may be, which is the same for all sequences of a batch.
+        speculation: the option of ``generate`` that limits drafts; it is equal for all sequences of a batch.
         echo: whether its text begins with that of the prompt.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
-        client: who asked for it. The queue is fair to clients, see ``FairQueue``.
+        client: name or address of the client; the queue is fair to clients, see ``FairQueue``.
         levels: whether to report what proposed each new token.
         seed: seed of its draws, which then do not depend on the batch; None for a random seed.
         shown: ids of special tokens whose names are part of the text.
         emit: called with pieces of text while it is decoded, then once with None. It is called in the
             scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
             ``Scheduler.submit``.
-        cancelled: may be set by any thread, when nobody waits for the text any more or the server ends.
-        stream: its text so far; set when decoding begins.
-        output: its output, once it has ended.
+        cancelled: whether its decoding should end. Any thread may set it, when nobody waits for the text any
+            more or the server ends.
+        stream: the stream with its text so far; None before decoding begins.
+        output: the output of the sequence; None before it has ended.
         cut: whether it was cancelled before its end.
-        error: the reason why it could not be decoded.
+        error: the reason why it could not be decoded; None if there is none.
         alone: whether it is decoded by itself, after a batch with it has failed.
+        began: the time of its arrival by ``time.monotonic``.
+        waited: the seconds that it has waited in the queue.
     """
 
     prompt: list[int] = field(repr=False)
@@ -134,15 +137,16 @@ class TextStream(TokenStreamer):
 
     Args:
         sequence: the text to decode, with its settings.
-        vocabulary: that of the target's tokenizer.
+        vocabulary: the vocabulary of the target's tokenizer.
         over: returns whether decoding of the sequence should end because nobody waits for its text.
         passed: called after each pass with the sequence, the number of its new tokens, and the seconds since
             the pass before it; None for the first one.
 
     Attributes:
         text: the text that was emitted so far.
-        first, newest: the times of the first and of the last pass by ``time.monotonic``; None before.
-        count: number of new tokens, including those of a stop string, but none after it.
+        first, newest: the times of the first and of the last pass by ``time.monotonic``; None before the
+            first pass.
+        count: number of new tokens, including those of a stop string, but excluding those after it.
         starts: the number of characters of the new text before each of the ``count`` new tokens.
         logprobs: log-probabilities of the ``count`` new tokens by the target's distribution; empty if the
             client wants none.
@@ -185,8 +189,8 @@ class TextStream(TokenStreamer):
         """Begins the text with that of the prompt.
 
         Args:
-            scores: the log-probability of each token from the second on, and the most probable tokens in its
-                place with theirs; None if the client wants none.
+            scores: for each token from the second on, its log-probability, and the most probable tokens at
+                its position with their log-probabilities; None if the client wants none.
         """
         self._new, pieces = NewText(self._vocabulary, ()), []
         for place, token in enumerate(prompt):
