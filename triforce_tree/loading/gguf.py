@@ -199,7 +199,6 @@ def _named_bytes(path: Path) -> int:
     from gguf import GGML_QUANT_SIZES
 
     try:
-        sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
-        return max((each.offset + each.bytes for each in stored_tensors(path, sizes)), default=0)
+        return max((each.offset + each.bytes for each in stored_tensors(path, GGML_QUANT_SIZES)), default=0)
     except ValueError:
         return 0

@@ -73,8 +73,7 @@ class GgufBlocks:
             return None
         parameters = dict(skeleton.named_parameters())
         parts, packed = [], False
-        sizes = {int(kind): size for kind, size in package.GGML_QUANT_SIZES.items()}
-        for stored in stored_tensors(path, sizes):
+        for stored in stored_tensors(path, package.GGML_QUANT_SIZES):
             parameter = names.get(stored.name)
             if parameter is None:  # transformers leaves it out as well
                 continue

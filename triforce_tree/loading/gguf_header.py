@@ -130,7 +130,7 @@ def values_of(path: Path, names: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def stored_tensors(path: Path, sizes: Mapping[int, tuple[int, int]]) -> list[StoredTensor]:
+def stored_tensors(path: Path, sizes: Mapping[Any, tuple[int, int]]) -> list[StoredTensor]:
     """Returns the tensors of a GGUF file, none of which is read.
 
     Args:
