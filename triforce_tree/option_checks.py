@@ -103,8 +103,8 @@ def misplaced_option(name: str, value: object, advanced: bool) -> ValueError:
 
 
 def shortened(value: object) -> str:
-    """Returns ``repr(value)``, cut to 60 characters."""
-    text = repr(value)
+    """Returns ``repr(value)`` in one line, cut to 60 characters."""
+    text = " ".join(line.strip() for line in repr(value).split("\n"))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoding.sequence import Ending, Stop
+from triforce_tree.option_checks import shortened
 from triforce_tree.runtime.distributed import broadcast_flag
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
@@ -111,7 +112,7 @@ def answer_of(criterion: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> 
     if found.numel() not in (1, count) or found.is_floating_point() or found.is_complex():
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
-            f"the stopping criterion {name} answered {' '.join(repr(said).split())[:80]}; return True or "
+            f"the stopping criterion {name} answered {shortened(said)}; return True or "
             f"False, or a bool tensor of shape ({count},)"
         )
     return found.flatten().bool().expand(count)

@@ -19,6 +19,7 @@ from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.grammar.matching import Grammars, Matcher
 from triforce_tree.grammar.values import Grammar
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.option_checks import shortened
 from triforce_tree.policy.passes import SpeculationLimit
 from triforce_tree.requests.endings import StopStrings, ending_of
 from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts_of, real_tokens, text_alone
@@ -318,7 +319,7 @@ def renumbered(allowed: Allowed, number: Callable[[int], int], vocabulary: int) 
         known = tokens.dtype is torch.bool or ((-vocabulary <= tokens) & (tokens < vocabulary)).all()
         if tokens.dim() != 1 or not known:
             raise ValueError(
-                f"prefix_allowed_tokens_fn returned {' '.join(repr(found).split())[:80]}; return a list of "
+                f"prefix_allowed_tokens_fn returned {shortened(found)}; return a list of "
                 f"token ids below {vocabulary}"
             )
         return found
