@@ -8,7 +8,7 @@ from typing import Any
 from scripts.benchmarks.common.markdown import Record, Table, file_note
 from scripts.benchmarks.common.results import RESULTS
 from scripts.benchmarks.sources.registry import KINDS
-from scripts.benchmarks.texts.tables import origin_of
+from scripts.benchmarks.texts.tables import origin_of, over_contexts
 from triforce_tree.bench.tables import grid
 
 # Of whichever card was at hand; acceptance does not depend on it. Measurements have a second suffix.
@@ -101,11 +101,9 @@ def plot_contexts(axis: Any, rows: list[Record]) -> None:
         style = "-" if way == "tree" else "--"
         label = f"{drafter}, {way}, T={temperature:g}"
         axis.plot([context for (context,) in contexts], medians, f"o{style}", markersize=3, label=label)
-    axis.set_xscale("log", base=2)
-    ticks = sorted({row["context"] for row in mine})
-    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
+    over_contexts(axis, mine)
     axis.set_ylim(bottom=1)
-    axis.set(xlabel="prompt, tokens", ylabel="tokens a pass, medians over texts")
+    axis.set_ylabel("tokens a pass, medians over texts")
     axis.set_title(f"{model}, two levels, one round", fontsize=9)
     axis.legend(fontsize=6, ncols=2)
 

@@ -252,6 +252,14 @@ def plot_texts(axis: Any, rows: list[Record]) -> None:
     axis.legend(fontsize=7)
 
 
+def over_contexts(axis: Any, rows: Sequence[Record]) -> None:
+    """Gives a plot the lengths of the prompts as its horizontal axis."""
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row["context"] for row in rows})
+    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
+    axis.set_xlabel("prompt, tokens")
+
+
 def plot_contexts(axis: Any, rows: list[Record]) -> None:
     """Speed-up over the length of the prompt, a line for each kind; of one model and temperature."""
     model, temperature = rows[0]["model"], min(r["temperature"] for r in rows)
@@ -260,12 +268,10 @@ def plot_contexts(axis: Any, rows: list[Record]) -> None:
         mine.sort(key=lambda r: r["context"])
         if mine:
             axis.plot([r["context"] for r in mine], [r["speedup"] for r in mine], "o-", label=kind)
-    axis.set_xscale("log", base=2)
-    ticks = sorted({r["context"] for r in rows})
-    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
+    over_contexts(axis, rows)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_ylim(bottom=0)
-    axis.set(xlabel="prompt, tokens", ylabel="speed-up over plain decoding")
+    axis.set_ylabel("speed-up over plain decoding")
     axis.set_title(f"{model}, T={temperature:g}", fontsize=9)
     axis.legend(fontsize=7)
 
