@@ -38,8 +38,6 @@ def held(file: str) -> Record | None:
 _OTHERS = {
     "models.jsonl": "every class of transformers on every path, on a CPU: scripts.checks.models",
     "models_gpu.jsonl": "the same with captured graphs on a GPU",
-    "offload_h200.jsonl": "decoding with the cache in host memory: docs/log/2026-11-29-offloaded-caches.md",
-    "offload_parallel_h200.jsonl": "the same on several cards",
 }
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.jsonl."""
+"""The page docs/results/several_cards.md from docs/results/sequence_parallel_h200x2.jsonl."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -125,8 +125,7 @@ def _ordered(rows: Iterable[Record]) -> list[Record]:
 
 
 def projected(rows: list[Record], cards: int) -> dict[str, float]:
-    """Returns milliseconds of one plain token after the longer text on so many cards; see
-    docs/several_cards.md.
+    """Returns milliseconds of one plain token after the longer text on so many cards.
 
     Tree Attention (arXiv 2408.04093, section 5) merges partial results in log2(cards) steps, of which each
     takes what two cards were measured to take; Ring Attention passes every card's keys and values to all
@@ -184,7 +183,7 @@ def plot_projection(axis: Any, rows: list[Record]) -> None:
 
 _TEXTS_NOTE = (
     "Greedy, default settings with three levels, the prompt prefilled; plain decoding in the same cache. "
-    "{hardware}, bf16. Speed-up kept: of that on one card. "
+    "{hardware}, bf16. "
 )
 
 

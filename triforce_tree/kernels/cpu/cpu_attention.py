@@ -58,7 +58,7 @@ def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
     """
     available = [way for way, needed in _INSTRUCTIONS.get(dtype, {}).items() if _flags().issuperset(needed)]
     if _vendor() == "GenuineIntel":
-        # On Intel, bf16 dot products are slower than fp32 (docs/host_attention.md), so they come last.
+        # On Intel, bf16 dot products are slower than fp32 (docs/offloaded_passes.md), so they come last.
         available.sort(key="AVX-512 BF16".__eq__)
     return tuple(available)
 
