@@ -19,6 +19,7 @@ from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
+from triforce_tree.runtime.devices import before_queued_work
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.text.vocabulary import Vocabulary
 
@@ -222,7 +223,8 @@ class Batch:
             if asked is not None and (asked.prompt, asked.new_tokens) == (prompt, new_tokens):
                 return asked
         sequence = None
-        with suppress(ValueError):  # the error is that of this prompt alone, in a batch of its own
+        # transformers waits for the device. A ValueError is that of this prompt alone, in a batch of its own.
+        with suppress(ValueError), before_queued_work(self._loop.program.device):
             sequence = self._request.sequence(list(prompt), new_tokens, options=options)
         return _Asked(list(prompt), new_tokens, options, sequence)
 

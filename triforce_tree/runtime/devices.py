@@ -58,6 +58,28 @@ def overwrite(target: Tensor, source: Tensor) -> None:
     target.copy_(pinned(source.to(target.dtype), target.device), non_blocking=True)
 
 
+@contextmanager
+def before_queued_work(device: torch.device) -> Iterator[None]:
+    """Is a context whose work a GPU does at once, and not after all that it was given before.
+
+    Inside, tensors may be read that no queued work writes. Afterwards the work is done.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _urgent_stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
+@cache
+def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def _why_no_cuda() -> str | None:
     """Returns the reason why CUDA cannot be used, with a remedy; None if it can."""
     built = torch.version.cuda or torch.version.hip
