@@ -79,9 +79,8 @@ def _causal(
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
     grouped = q.shape[1] != k.shape[1]
     if queries == positions and (window is None or window >= positions):
-        if queries % _BLOCK and q.is_cuda and _cudnn_runs(q):
-            # Torch prefers cuDNN on these GPUs, which would make a plan for each length of a prompt.
-            return _flash(q, k, v, scale, causal=True)[0]
+        if q.is_cuda and _cudnn_runs(q):
+            return _own_chunk(q, k, v, scale)[0]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     bias = causal_lower_right(queries, positions) if window is None else _band(queries, positions, window, q)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
@@ -121,9 +120,24 @@ def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Computes ``causal_attention`` as attention to the preceding positions, merged with the chunk's."""
     before = k.shape[2] - q.shape[2]
     parts = _unmasked(q, k[:, :, :before], v[:, :, :before], scale)
-    attend = _cudnn if q.shape[2] % _BLOCK == 0 else _flash
-    parts.append(attend(q, k[:, :, before:], v[:, :, before:], scale, causal=True))
+    parts.append(_own_chunk(q, k[:, :, before:], v[:, :, before:], scale))
     return _merged(parts)[0]
+
+
+def _own_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Computes causal attention of T queries to their own T positions, on a GPU where cuDNN's is faster.
+
+    The chunk is padded to one of a few sizes, since torch would let cuDNN make a plan for each length of a
+    prompt. No query sees the padding, which is behind it.
+    """
+    queries = q.shape[2]
+    size = _queries_of_cudnn(queries)
+    if not size or size % (_BLOCK // 2):
+        return _flash(q, k, v, scale, causal=True)
+    if size > queries:
+        q, k, v = (F.pad(part, (0, 0, 0, size - queries)) for part in (q, k, v))
+    out, lse = _cudnn(q, k, v, scale, causal=True)
+    return out[:, :, :queries], lse[:, :, :queries]
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
