@@ -23,13 +23,15 @@ SHORT = 2048
 # Short chunks are padded to multiples of so many tokens, each of which has graphs of its own: the rows of a
 # tile of cuBLAS.
 _TOKENS = 128
+# A chunk of more tokens counts as a whole one: the last token of a prompt is no part of its chunks.
+_NEARLY = MOST_TOKENS - 2 * _TOKENS
 
 Forward = Callable[[Tensor, Tensor, Attend], None]
 """Runs the layers for token ids and positions, int64 ``[1, T]`` each, with an attention function."""
 
 
 class ChunkGraphs:
-    """Runs forwards of short chunks, padded at their end, and of ``MOST_TOKENS`` tokens once prepared.
+    """Runs forwards of short chunks, padded at their end, and once prepared of nearly ``MOST_TOKENS`` tokens.
 
     The padding has no keys or values and takes no part in attention. All other work of the layers is by
     token. Chunks of one padded size have the same bits, whether their forward is captured yet or not.
@@ -50,7 +52,8 @@ class ChunkGraphs:
 
     def serves(self, tokens: int) -> bool:
         """Returns whether :meth:`run` takes a chunk of so many tokens."""
-        return tokens <= SHORT or tokens in self._captured
+        whole = _NEARLY < tokens <= MOST_TOKENS and MOST_TOKENS in self._captured
+        return tokens <= SHORT or whole
 
     def run(self, tokens: list[int], positions: Tensor, attend: Attend) -> None:
         """Runs a forward of T tokens.
@@ -60,7 +63,7 @@ class ChunkGraphs:
             attend: gets the queries, keys and values of the T tokens.
         """
         count = len(tokens)
-        size = -(-count // _TOKENS) * _TOKENS
+        size = -(-count // _TOKENS) * _TOKENS if count <= SHORT else MOST_TOKENS
         if size not in self._captured:
             self._captured[size] = self._prepared(size)
         inputs, forward = self._captured[size]
