@@ -165,8 +165,17 @@ class Hierarchy:
 
     @property
     def changed(self) -> bool:
-        """Returns whether one of the models has changed since the current call began."""
-        return self.target.changes.differs() or self._level_0.changed
+        """Returns whether one of the models has changed since the current call began, without waiting for the
+        work of GPUs.
+        """
+        return any(changes.differs() for changes in [self.target.changes, *self._level_0.changes])
+
+    def begin_reading(self) -> Callable[[], bool]:
+        """Begins to read weights behind the present work of devices. Returns a function that waits for this,
+        and returns whether the weights are those with which the current call began.
+        """
+        begun = [changes.begin_reading() for changes in [self.target.changes, *self._level_0.changes]]
+        return lambda: all(same() for same in begun)
 
     # Settings
 

@@ -29,6 +29,7 @@ class DraftLevel:
     Attributes:
         model: the draft model; None for other drafters.
         own: the drafter that the user passed; None for a draft model and for suffix matching.
+        changes: of the draft model, or of the modules that the drafter holds.
         revision: a number that changes when the draft model, or a module that the drafter holds, has changed.
 
     Raises:
@@ -41,9 +42,9 @@ class DraftLevel:
         self.own = None if isinstance(draft, HFModel) else draft
         self.tokens, self._target, self._attached_to = tokens, target, target.revision
         kept: list[object] = [] if self.own is None else [*getattr(self.own, "__dict__", {}).values()]
-        self._changes = [Changes(module) for module in kept if isinstance(module, nn.Module)]
+        self.changes = [Changes(module) for module in kept if isinstance(module, nn.Module)]
         if self.model is not None:
-            self._changes.append(self.model.changes)
+            self.changes.append(self.model.changes)
             mask_token(self.model, tokens)  # raises if the draft cannot be used
         if self.own is not None:
             check_drafter(self.own, target)
@@ -52,12 +53,7 @@ class DraftLevel:
                 f"{self.model.name} chooses what it attends to by an indexer, and a draft attends to a "
                 "window; use another draft, or none (suffix matching)"
             )
-        self.revision = sum(changes.revision for changes in self._changes)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the draft model or a module of the drafter has changed since the last :meth:`refresh`."""
-        return any(changes.differs() for changes in self._changes)
+        self.revision = sum(changes.revision for changes in self.changes)
 
     def refresh(self) -> None:
         """Updates ``revision`` after changes of the models, and attaches the drafter to a changed target.
@@ -68,16 +64,16 @@ class DraftLevel:
         if self.model is not None:
             self.model.refresh()
         else:
-            for changes in self._changes:
+            for changes in self.changes:
                 changes.refresh(lambda: None)
-        self.revision = sum(changes.revision for changes in self._changes)
+        self.revision = sum(changes.revision for changes in self.changes)
         if self.own is not None and self._attached_to != self._target.revision:
             self.own.attach(self._target)
         self._attached_to = self._target.revision
 
     def settle(self) -> None:
         """Must be called after forwards, see ``Changes.settle``."""
-        for changes in self._changes:
+        for changes in self.changes:
             changes.settle()
 
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:

@@ -11,6 +11,7 @@ import logging
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain
 from operator import is_
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.configuration_utils import PreTrainedConfig
+
+from triforce_tree.runtime.devices import before_queued_work
+from triforce_tree.runtime.stage_clock import Mark
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
 _SEQUENCES = (list, set, frozenset, deque)
@@ -159,13 +163,23 @@ class Fingerprint:
         addresses = [weight.data_ptr() for weight in self._with_memory]
         return addresses == self._addresses and self._others.same() and self.state.same()
 
-    def same_weights(self) -> bool:
+    def same_weights(self, at_once: bool = False) -> bool:
         """Returns whether no weight was changed in place.
 
         Torch does not count changes by ``weight.data``, so a few elements of each weight are compared, too.
+
+        Args:
+            at_once: read them before GPUs do the work that they were given, which may change them later.
         """
         versions = [weight._version for weight in self._counted]
-        return versions == self._versions and self._sampled() == self._samples
+        return versions == self._versions and self._sampled(at_once)() == self._samples
+
+    def begin_reading(self) -> Callable[[], bool]:
+        """Begins to read a few elements of each weight behind the present work of devices. Returns a function
+        that waits for this, and returns whether they are those that were recorded.
+        """
+        sampled = self._sampled()
+        return lambda: sampled() == self._samples
 
     def again(self, left_out: Collection[str] = ()) -> "Fingerprint":
         """Returns a new record of the same module.
@@ -177,7 +191,7 @@ class Fingerprint:
 
     def note_weights(self) -> None:
         """Records the present values of the weights in place of the earlier ones."""
-        self._versions, self._samples = [weight._version for weight in self._counted], self._sampled()
+        self._versions, self._samples = [weight._version for weight in self._counted], self._sampled()()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str]) -> dict[str, str]:
         """Returns the names of values that differ between the records, each with the name of the state it
@@ -195,13 +209,28 @@ class Fingerprint:
                 found[name] = state or its_state
         return found
 
-    def _sampled(self) -> list[bytes]:
-        """Returns the bytes of a few elements of each weight, by device and dtype.
+    def _sampled(self, at_once: bool = False) -> Callable[[], list[bytes]]:
+        """Begins to copy a few elements of each weight to the host. Returns a function that waits for this,
+        and returns their bytes, by device and dtype.
 
         Bytes are compared by one thread. Torch would wait for threads that other programs keep from running.
         """
+        copies, marks = [], []
         with torch.inference_mode():
-            return [torch.cat(views).view(torch.uint8).cpu().numpy().tobytes() for views in self._views]
+            for views in self._views:
+                device = views[0].device
+                with before_queued_work(device) if at_once else nullcontext():
+                    copy = torch.cat(views).view(torch.uint8).to("cpu", non_blocking=True)
+                copies.append(copy)
+                if not at_once:
+                    marks.append(Mark(device))
+
+        def read() -> list[bytes]:
+            for mark in marks:
+                mark.wait()
+            return [copy.numpy().tobytes() for copy in copies]
+
+        return read
 
     def _note(self, name: str, value: Any, state: str = "") -> None:
         self._values[name] = value, state
@@ -465,10 +494,16 @@ class Changes:
         self.revision = self.weights = 0
 
     def differs(self) -> bool:
-        """Returns whether the module has changed since :meth:`refresh`."""
-        if self._failed or not self._noticed.same_weights():
+        """Returns whether the module has changed since :meth:`refresh`, without waiting for the work of
+        GPUs.
+        """
+        if self._failed or not self._noticed.same_weights(at_once=True):
             return True
         return not self._noticed.same() and bool(self._differences(self._noticed.again()))
+
+    def begin_reading(self) -> Callable[[], bool]:
+        """Does the same as :meth:`Fingerprint.begin_reading` for the state at :meth:`refresh`."""
+        return self._noticed.begin_reading()
 
     def refresh(self, renew: Callable[[], None]) -> None:
         """Notices changes since the last call.

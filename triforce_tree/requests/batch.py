@@ -1,7 +1,7 @@
 """The sequences of a request in a decoding loop, with their streamers, scores and outputs."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
 from dataclasses import replace
@@ -75,8 +75,10 @@ class Batch:
         # prompt and options.
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._asked_before: dict[tuple[int, int], _Asked] = {}
-        # Whether the models have changed; None if this was not asked since the last pass.
+        # Whether the models have changed; None if this was not asked since the last pass. And a function that
+        # returns whether the weights are the same once the device has done what it was given before.
         self._changed: bool | None = None
+        self._still_same: Callable[[], bool] | None = None
         # The number of passes in a row for which fewer places would do, and the last number of places that
         # could not grow because memory was short.
         self._passes_with_fewer, self._full = 0, 0
@@ -91,7 +93,8 @@ class Batch:
             while loop.running:
                 loop.after_stage = origins if streamers.want_origins else None
                 fresh = loop.step(observe, self._send)
-                self._asked_before, self._asked, self._changed = self._asked, {}, None
+                self._asked_before, self._asked = self._asked, {}
+                self._check_models()
                 names = origins.take()
                 self._unsent = [
                     (each, new, names[each.index][: len(new)] if names and each.index is not None else [])
@@ -187,12 +190,30 @@ class Batch:
 
     def _fits(self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /) -> bool:
         """Returns whether another prompt can join the batch. See ``Joined``."""
-        fits = self._has_room(prompt, new_tokens, options)
-        if fits and self._changed is None:
-            # This waits for the device, so all prompts that may join were prepared before it.
-            self._changed = self._hierarchy.changed
         # A prompt that comes after a change of the models belongs to the next batch.
-        return fits and not self._changed
+        return self._has_room(prompt, new_tokens, options) and not self._models_changed()
+
+    def _models_changed(self) -> bool:
+        """Returns whether the models have changed since the beginning of the batch.
+
+        The device may still have to compute chunks of other prompts. Nothing waits for these: weights are
+        read before them, and once more behind them for :meth:`_check_models`.
+        """
+        if self._changed is None:
+            self._changed = self._hierarchy.changed
+            if not self._changed and self._loop.program.device.type == "cuda":
+                self._still_same = self._hierarchy.begin_reading()
+        return self._changed
+
+    def _check_models(self) -> None:
+        """Raises RuntimeError if prompts have joined although a change of weights was queued on the device,
+        behind chunks of other prompts.
+        """
+        still_same, self._changed, self._still_same = self._still_same, None, None
+        if still_same is not None and not still_same():
+            raise RuntimeError(
+                "the weights of a model were changed while texts were generated with it; generate them again"
+            )
 
     def _has_room(
         self, prompt: list[int], new_tokens: int, options: Mapping[str, Any] | None = None, /
