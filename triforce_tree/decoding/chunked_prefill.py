@@ -181,21 +181,25 @@ class ChunkedPrefill:
             # All ranks stop before the same chunk.
             if seconds and distributed.broadcast_object(longer):
                 break
-            # One chunk may wait for the one that the device computes.
-            self.settle(1)
+            self.wait()
             self._chunks += 1
             start, before = Mark(program.device), sequence.computed
             self._prefill_chunk(program, index)
             tokens = sequence.computed - before
             self._begun.append(_Chunk(sequence, position, tokens, start, Mark(program.device)))
-            self.settle(2)
+            self.note()
             seconds += self._expected(position, tokens)
 
-    def settle(self, most: int = 0) -> None:
-        """Notes how long the chunks took that are complete, and waits until at most ``most`` are not."""
-        while self._begun and (len(self._begun) > most or self._begun[0].stop.reached):
+    def wait(self) -> None:
+        """Waits until the device computes the last chunk that has begun."""
+        while len(self._begun) > 1:
+            self._begun[0].stop.wait()
+            self.note()
+
+    def note(self) -> None:
+        """Notes how long the chunks took that are complete."""
+        while self._begun and self._begun[0].stop.reached:
             sequence, position, tokens, start, stop = self._begun.popleft()
-            stop.wait()
             seconds = stop.since(start)
             sequence.prefill_seconds += seconds
             if tokens:

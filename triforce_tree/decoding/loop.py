@@ -211,6 +211,14 @@ class DecodingLoop:
         """Returns whether the next step begins with prompts or another program, and not with a pass."""
         return self._places is not None or not self._prefilled or bool(self.unread)
 
+    def wait_for_chunks(self) -> None:
+        """Waits while the device has more than one chunk of a prompt to compute.
+
+        A prompt that comes meanwhile can then join before the next pass, which the host prepares beside the
+        last chunk.
+        """
+        self._chunked.wait()
+
     def begin(self, sequences: ByIndex, cached: bool = False) -> None:
         """Begins with other sequences at these batch indices, and prefills their prompts.
 
@@ -582,7 +590,7 @@ class DecodingLoop:
             if ahead:
                 # The device has worked meanwhile.
                 taken = max(taken - ahead, sum(seconds.values()))
-            self._chunked.settle()
+            self._chunked.note()
             chooser.observe(kind, report, taken, resumed)
         except BaseException:
             # An interrupted or failed pass may have left anything in the cache.

@@ -100,8 +100,9 @@ class Batch:
                     (each, new, names[each.index][: len(new)] if names and each.index is not None else [])
                     for each, new in fresh
                 ]
-                if not self._may_send_later():
+                if loop.prefills or not self._may_send_later():
                     self._send()
+                loop.wait_for_chunks()
                 for sequence in loop.unread:
                     if streamers.wants_end(sequence.number):
                         loop.end(sequence)

@@ -1,6 +1,7 @@
 """One call of ``generate``: its arguments are checked, prepared by transformers, and become sequences."""
 
 import copy
+import json
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,11 @@ from triforce_tree.verify.sampling_options import GeneratedTokenPenalties
 
 # A ``prefix_allowed_tokens_fn``: the tokens that may follow the text of the sequence with this number.
 Allowed = Callable[[int, Tensor], list[int]]
+# Returns the sequence of a prompt with options, for a number of new tokens and a seed.
+Other = Callable[[list[int], Mapping[str, Any], int, int | None], Sequence]
+
+# Options of prompts that join, of which is kept what transformers has prepared.
+_MOST_KNOWN = 64
 
 
 @dataclass(frozen=True)
@@ -299,10 +305,37 @@ class Arguments:
         ]
         request = Request.of(target, given_ids, ids, tokens, padding, prepared, how)
 
-        def of_other(prompt: list[int], own: Mapping[str, Any], how: RunOptions) -> Request:
-            return self.of_other(prompt, own, True).prepared(target, how)
+        return replace(request, other=self._others(target))
 
-        return replace(request, of_other=of_other)
+    def _others(self, target: HFModel) -> "Other":
+        """Returns a function that makes the sequences of other prompts.
+
+        transformers takes milliseconds to prepare the options of a prompt. What it has prepared serves other
+        prompts with the same options, unless it depends on the prompt.
+        """
+        known: dict[str, Sequence] = {}
+
+        def other(
+            prompt: list[int], options: Mapping[str, Any], new_tokens: int, seed: int | None
+        ) -> Sequence:
+            key = _as_text(options, vars(target.model.generation_config))
+            if (alike := known.get(key)) is not None:
+                check_tokens([prompt], target.vocab_size)
+                ending = replace(alike.ending, max_new_tokens=checked("max_new_tokens", new_tokens))
+                own_seed = seed if alike.to_probs and not alike.to_probs.greedy else None
+                return Sequence(prompt, ending, 0, own_seed, None, alike.to_probs, alike.outputs)
+            own = {name: value for name, value in options.items() if name != "logprobs"}
+            arguments = self.of_other(prompt, {**own, "max_new_tokens": new_tokens}, True)
+            how = RunOptions(seeds=[seed], logprobs=[bool(options.get("logprobs"))])
+            [sequence] = arguments.prepared(target, how).sequences
+            assert sequence.to_probs is not None
+            if key and sequence.to_probs.context_free and sequence.ending.stop is None:
+                if len(known) >= _MOST_KNOWN:
+                    known.clear()
+                known[key] = replace(sequence, prompt=[])
+            return sequence
+
+        return other
 
 
 def renumbered(allowed: Allowed, number: Callable[[int], int], vocabulary: int) -> Allowed:
@@ -368,8 +401,8 @@ class Request:
         how: the options of this package.
         pad_token: fills sequences that end before others.
         parts: a request for each prompt alone, if the prompts have different options.
-        of_other: returns the request of another prompt with other options of ``PER_PROMPT``; None if
-            transformers has prepared the request.
+        other: returns the sequence of another prompt with other options of ``PER_PROMPT``, for a number of
+            new tokens and a seed; None if transformers has prepared the request.
     """
 
     given_ids: Tensor
@@ -383,7 +416,7 @@ class Request:
     how: RunOptions
     pad_token: int
     parts: Sequences["Request"] = ()
-    of_other: Callable[[list[int], Mapping[str, Any], RunOptions], "Request"] | None = None
+    other: Other | None = None
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -510,11 +543,8 @@ class Request:
             ValueError: an option has a wrong value.
         """
         if options is not None:
-            assert self.of_other is not None, "prompts join the requests of Engine.generate"
-            own = {name: value for name, value in options.items() if name != "logprobs"}
-            how = RunOptions(seeds=[seed], logprobs=[bool(options.get("logprobs"))])
-            [sequence] = self.of_other(prompt, {**own, "max_new_tokens": new_tokens}, how).sequences
-            return replace(sequence, number=number)
+            assert self.other is not None, "prompts join the requests of Engine.generate"
+            return replace(self.other(prompt, options, new_tokens, seed), number=number)
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
         ending = replace(ending, max_new_tokens=new_tokens)
         return Sequence(prompt, ending, number, seed, None, self.to_probs, self.outputs)
@@ -523,6 +553,14 @@ class Request:
 def _first(name: str, sources: Sequences[Mapping[str, Any]]) -> Any:
     """Returns the value of an option in the first source that has it, or None."""
     return next((own[name] for own in sources if own.get(name) is not None), None)
+
+
+def _as_text(*options: Mapping[str, Any]) -> str:
+    """Returns options as JSON; an empty string if one of them is no plain value."""
+    try:
+        return json.dumps(options, sort_keys=True)
+    except (TypeError, ValueError):
+        return ""
 
 
 def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:

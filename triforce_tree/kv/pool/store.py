@@ -116,10 +116,13 @@ class PooledStore(PagedStore):
         self.groups = [_for_each(group, batch) for group in self.whole]
         self._set_layers()
         self._in_page = page // spec.config.retrieval.chunk if spec.levels == 3 else 1
-        count = self.slots // page
-        tables = [((batch, size), torch.int32) for size in (count, count, count * self._in_page)]
-        self._packed = Packed(device, *tables, ((batch,), torch.int64))
-        self.pages, self.writable, self.chunks, self.prefix = self._packed.tensors
+        table, in_page = ((batch, self.slots // page), torch.int32), self._in_page
+        self._packed = Packed(device, table, table, ((batch,), torch.int64))
+        self.pages, self.writable, self.prefix = self._packed.tensors
+        self.chunks = torch.empty(batch, self.pages.shape[1] * in_page, dtype=torch.int32, device=device)
+        self._chunk_in_page = torch.arange(in_page, dtype=torch.int32, device=device)
+        # The pages of each sequence in the tables, and how many of them are shared, -1 at first.
+        self._in_tables: list[tuple[list[int], int]] = [([], -1)] * batch
         self._plans: WeakSet[PrefixPlan] = WeakSet()
         self.means: dict[int, Tensor] = beside.means if beside is not None else {}
         self.shared: list[list[int]] = [[] for _ in range(batch)]
@@ -162,19 +165,21 @@ class PooledStore(PagedStore):
         if self._current:
             return
         self._current = True
-        pages, writable, chunks, prefix = self._packed.arrays
-        # Pages after the own ones are not read.
-        pages[:], writable[:] = 0, -1
+        pages, writable, prefix = self._packed.arrays
         most = pages.shape[1]
         for b, (first, rest) in enumerate(zip(self.shared, self.own, strict=True)):
             every = [*first, *rest][:most]
-            pages[b, : len(every)] = every
-            writable[b, len(first) : len(every)] = every[len(first) :]
-        in_page = self._in_page
-        chunks.reshape(*pages.shape, in_page)[:] = pages[:, :, None] * in_page + np.arange(in_page)
+            if self._in_tables[b] != (every, len(first)):
+                self._in_tables[b] = every, len(first)
+                # Pages after the own ones are not read.
+                pages[b], writable[b] = 0, -1
+                pages[b, : len(every)] = every
+                writable[b, len(first) : len(every)] = every[len(first) :]
         segments, ends = self._segments()
         prefix[:] = ends
         self._packed.send()
+        of_pages = self.chunks.view(*self.pages.shape, self._in_page)
+        torch.add(self._chunk_in_page, self.pages[:, :, None], alpha=self._in_page, out=of_pages)
         for plan in self._plans:
             plan.set(segments, ends)
 
