@@ -121,6 +121,34 @@ def test_prompts_join_with_options_of_their_own(engine: Engine, order: list[int]
         assert (output.logprobs is not None) == (number == 0)
 
 
+def test_prompts_join_with_equal_options(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared for the options of one serves the others until the model's own settings change."""
+    own, settings = {"do_sample": True, "temperature": 0.9}, TARGET.generation_config
+
+    def text(number: int, **options: Any) -> list[list[int]]:
+        out = engine.generate([PROMPTS[number]], seed=[SEEDS[number]], max_new_tokens=9, **own, **options)
+        return new_tokens(out, len(PROMPTS[number]))
+
+    expected = [text(0), text(1), text(2, top_k=2), text(3, top_k=2)]
+    assert expected[2] != text(2)
+
+    class Alike(Waiting):
+        def next(self, fits: Fits) -> Joined | None:
+            if not self.numbers:
+                return None
+            number = self.numbers[0]
+            if number == 2:
+                monkeypatch.setattr(settings, "top_k", 2)
+            options = dict(own)
+            if not fits(PROMPTS[number], 9, options):
+                return None
+            return Joined(PROMPTS[self.numbers.pop(0)], 9, seed=SEEDS[number], options=options)
+
+    waiting = Alike([1, 2, 3])
+    engine.generate([PROMPTS[0]], seed=[SEEDS[0]], max_new_tokens=9, max_batch=2, joining=waiting, **own)
+    assert [new_tokens(waiting.outputs[n], len(PROMPTS[n])) for n in range(4)] == expected
+
+
 def test_a_wrong_option_of_one_that_would_join_keeps_it_out(engine: Engine) -> None:
     asked = []
 
