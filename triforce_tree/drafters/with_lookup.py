@@ -100,8 +100,8 @@ class WithLookup(Drafter):
         self.drafter.prepare(sequences, resumed)
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
-        """Indexes a text, unless it continues the indexed one: ``match`` then adds the new tokens."""
-        if not self._indices[b].begins(sequence):
+        """Indexes a text, unless ``match`` can add its new tokens to the indexed one."""
+        if not self._indices[b].grows_to(sequence):
             self._indices[b] = SuffixIndex(sequence)
 
     def force(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -162,10 +162,13 @@ class SuffixIndex:
         before = np.asarray(tokens[:-1], dtype=np.uint64)
         self._ngrams = [_NGrams(length, before) for length in LENGTHS]
 
-    def begins(self, tokens: Sequence[int]) -> bool:
-        """Whether the indexed text is not empty and is a prefix of ``tokens``."""
+    def grows_to(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` is the indexed text with few new tokens, which :meth:`extend` then adds. A token
+        takes about four times as long there as in a new index.
+        """
         known = len(self._text)
-        return 0 < known <= len(tokens) and common_prefix(self._text, tokens) == known
+        few = 4 * (len(tokens) - known) < len(tokens)
+        return few and known <= len(tokens) and common_prefix(self._text, tokens) == known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Indexes the new tokens at the end of ``tokens``, which is the whole text."""
