@@ -429,7 +429,8 @@ class DecodingLoop:
         for sequence in self.joining:
             assert sequence.index is not None
             sequence.reused = reused[sequence.index]
-        self._clock.synchronize()
+        if self.joining:
+            self._clock.synchronize()
         seconds = time.perf_counter() - start
         self.prefill_seconds += seconds
         for sequence in self.joining:

@@ -67,6 +67,8 @@ class WithLookup(Drafter):
         self.capturable, self.weight_bytes = drafter.capturable, drafter.weight_bytes
         self.features, self.feature_window = drafter.features, drafter.feature_window
         self.reads_slots = drafter.reads_slots
+        # The indices of an earlier drafter, for the sequences that begin next.
+        self._earlier: list[SuffixIndex] = []
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         return self.drafter.buffer_bytes(batch, capacity, limits)
@@ -75,34 +77,39 @@ class WithLookup(Drafter):
         self.drafter.read(store)
 
     def take_over(self, earlier: Drafter) -> None:
+        if isinstance(earlier, WithLookup):
+            self._earlier = earlier._indices
         self.drafter.take_over(earlier.drafter if isinstance(earlier, WithLookup) else earlier)
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
+        self._state = state
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
         self._forced: list[Sequence[int]] = [()] * state.batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)
+        if self._state.made_up:
+            # What made-up sequences hold does not matter.
+            sequences = [()] * len(sequences)
+        known = {id(index): index for index in (*self._indices, *self._earlier)}
         for b, sequence in enumerate(sequences):
-            self._index(b, sequence)
+            found = next((index for index in known.values() if index.grows_to(sequence)), None)
+            self._indices[b] = SuffixIndex(sequence) if found is None else known.pop(id(found))
+        self._earlier = []
         self._forced = [()] * len(sequences)
         # Captured and timed stages verify a chain of full length.
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start_one(b, sequences)
-        self._index(b, sequences[b])
+        if not self._indices[b].grows_to(sequences[b]):
+            self._indices[b] = SuffixIndex(sequences[b])
         self._forced[b] = ()
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         self.drafter.prepare(sequences, resumed)
-
-    def _index(self, b: int, sequence: Sequence[int]) -> None:
-        """Indexes a text, unless ``match`` can add its new tokens to the indexed one."""
-        if not self._indices[b].grows_to(sequence):
-            self._indices[b] = SuffixIndex(sequence)
 
     def force(self, tokens: Sequence[Sequence[int]]) -> None:
         self.drafter.force(tokens)
@@ -167,8 +174,9 @@ class SuffixIndex:
         takes about four times as long there as in a new index.
         """
         known = len(self._text)
-        few = 4 * (len(tokens) - known) < len(tokens)
-        return few and known <= len(tokens) and common_prefix(self._text, tokens) == known
+        if not 0 < known <= len(tokens) < 4 / 3 * known or self._text[-1] != tokens[known - 1]:
+            return False
+        return common_prefix(self._text, tokens) == known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Indexes the new tokens at the end of ``tokens``, which is the whole text."""
