@@ -92,14 +92,18 @@ def test_most_rows_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @runs_kernels
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("vocab, block", [(40, 4096), (300, 4096), (300, 64)])
+@pytest.mark.parametrize("vocab, slices, listed", [(40, 1, 4096), (300, 3, 4096), (300, 1, 60), (300, 2, 2)])
 @pytest.mark.parametrize("kind", ["spread", "peaked", "few", "sure", "ties"])
-def test_the_kernel(kind: str, vocab: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the probability of the removed tokens is not 1 - p within rounding, the same tokens stay."""
+def test_the_kernel(kind: str, vocab: int, slices: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the probability of the removed tokens is not 1 - p within rounding, the same tokens stay.
+
+    If few tokens are listed, ranges are divided; if too few, the threshold is found in the whole row.
+    """
     triton_ops.require_triton()
     from triforce_tree.kernels.probs import truncation_kernels
 
-    monkeypatch.setattr(truncation_kernels, "_BLOCK", block)
+    monkeypatch.setattr(truncation_kernels, "_SLICES", slices)
+    monkeypatch.setattr(truncation_kernels, "_LISTED", listed)
     scores = kinds_of_scores(vocab).get(kind, (2 * kinds_of_scores(vocab)["spread"]).round())
     scores[0, 0, 3] = torch.nan
     found = truncation_kernels.truncate_scores(
@@ -116,11 +120,35 @@ def test_the_kernel(kind: str, vocab: int, block: int, monkeypatch: pytest.Monke
 
 @runs_kernels
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("nodes", [slice(0, 2), slice(1, 2)], ids=["some", "one"])
-def test_the_kernel_takes_slices(nodes: slice) -> None:
+@pytest.mark.parametrize("kind", ["peaked", "ties"])
+def test_a_row_of_the_kernel_depends_on_itself_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends neither on other rows nor on how the threshold is found; of ties the last tokens stay."""
     triton_ops.require_triton()
     from triforce_tree.kernels.probs import truncation_kernels
 
+    monkeypatch.setattr(truncation_kernels, "_SLICES", 3)
+    scores = kinds_of_scores(300).get(kind, (2 * kinds_of_scores(300)["spread"]).round()).to(DEVICE)
+    options = [each.to(DEVICE) for each in batch()]
+    together = truncation_kernels.truncate_scores(scores, *options)
+    removed = together == -torch.inf
+    for own, gone in zip(scores[5:8, 0], removed[5:8, 0], strict=True):
+        least = own[~gone].min()
+        assert not gone[own == least].int().diff().gt(0).any()
+    for number, listed in enumerate((2, 20, 60)):
+        monkeypatch.setattr(truncation_kernels, "_LISTED", listed)
+        own = slice(3 * number + 4, 3 * number + 7)
+        alone = truncation_kernels.truncate_scores(scores[own, 1:], *(each[own] for each in options))
+        assert torch.equal(alone, together[own, 1:])
+
+
+@runs_kernels
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("nodes", [slice(0, 2), slice(1, 2)], ids=["some", "one"])
+def test_the_kernel_takes_slices(nodes: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_ops.require_triton()
+    from triforce_tree.kernels.probs import truncation_kernels
+
+    monkeypatch.setattr(truncation_kernels, "_SLICES", 2)
     options = [each.to(DEVICE) for each in batch()]
     scores = torch.randn(len(OPTIONS), 3, 40).to(DEVICE)[:, nodes]
     found = truncation_kernels.truncate_scores(scores, *options)

@@ -30,7 +30,7 @@ from triforce_tree.kernels.linear.reference import blocks_of
 from triforce_tree.kernels.norm.launch import row_rms_norm
 from triforce_tree.kernels.pointwise import launch as pointwise
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS
-from triforce_tree.kernels.probs import softmax_kernels
+from triforce_tree.kernels.probs import softmax_kernels, truncation_kernels
 from triforce_tree.kernels.recurrent import recurrence_kernels
 from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
@@ -323,6 +323,7 @@ def _trees() -> Iterator[Variant]:
     name, sizes = "{where} places of {size[0]} x {size[1]}", ((1, 1), (8, 8), (64, 32))
     yield from every(name, _place, size=sizes, where=("likeliest", "given"))
     yield from every("softmax of {entries} entries", _softmax, entries=(32_000, 128_256))
+    yield from every("truncation of {entries} entries", _truncate, entries=(32_000, 128_256, 262_144))
 
 
 def _accept(nodes: int) -> None:
@@ -356,6 +357,11 @@ def _place(size: tuple[int, int], where: str) -> None:
 
 def _softmax(entries: int) -> None:
     softmax_kernels.softmax_rows(torch.zeros(2, entries))
+
+
+def _truncate(entries: int) -> None:
+    options = _ints(1), _ints(1, dtype=torch.float64), _ints(1, dtype=torch.float64)
+    truncation_kernels.truncate_scores(torch.zeros(1, 2, entries), *options)
 
 
 def _exchange() -> Iterator[Variant]:
