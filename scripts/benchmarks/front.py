@@ -1,13 +1,15 @@
-"""Speed by card, model and length, and a few of these rows for README.
+"""Speed by card, model and length, and README's table: cases of users, beside what they would run instead.
 
-Medians over texts of all kinds, with default settings. Greedy texts are left out: those of a small model
-repeat themselves, which flatters every drafter.
+Speeds by card are medians over texts of all kinds, with default settings. Greedy texts are left out: those of
+a small model repeat themselves, which flatters every drafter.
 """
 
 from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, file_named, listing
 from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_at
+from scripts.benchmarks.peers import tables as peers
+from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.texts.real_model import PAIR_SHAPE
 
@@ -18,18 +20,17 @@ SPEEDS: Columns = {
     "speed-up": "**{median:.1f}x** ({lowest:.1f}x to {highest:.1f}x)",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
-# README's columns, and its rows: what a card begins with, a size, a length; all at ``_TEMPERATURE`` or above.
 FRONT: Columns = {
-    "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}",
-    "ms a token": "**{ms_per_token:.1f}**", "plain decoding": "{plain_ms_per_token:,.1f}",
-    "speed-up": "**{median:.1f}x** ({lowest:.1f}x to {highest:.1f}x)",
+    "case": "{case}", "prompt, tokens": "{prompt}", "beside": "{beside}", "its speed": "{theirs}",
+    "ours": "**{ours}**", "ours to its": "**{ratio}**",
 }  # fmt: skip
-_FRONT = [
-    ("NVIDIA H200", "Llama-3.1-8B", 122_880),
-    ("NVIDIA H200 limited", "Llama-2-7B", 122_880),
-    ("none", "the embedded pair", 16_384),
-    ("none", "SmolLM2-135M, with a draft", 4096),
-]
+# README's loads of a server: clients, tokens of a prompt and of an answer.
+_LOADS = [(1, 65_536, 512), (8, 16_384, 2048), (32, 16_384, 512)]
+# Its lone texts: what the card begins with, a size, a length.
+_LONE = [("NVIDIA H200", "Llama-3.1-8B", 122_880), ("NVIDIA H200 limited", "Llama-2-7B", 122_880)]
+# Bits and temperature on its CPU.
+_ON_CPU = (4, 0.8)
+_SERVERS = {"vllm": "vLLM", "vllm-ngram": "vLLM, n-grams"}
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
     "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
@@ -63,25 +64,90 @@ def speed_rows(any_text: Record) -> list[Record]:
 
 
 def front_rows(any_text: Record) -> list[Record]:
-    """Returns a row of each kind of :func:`speed_rows`, at its lowest temperature."""
+    """Returns README's rows: loads of a server, lone texts beside plain decoding, and a CPU."""
+    return _loads(content_at(RESULTS / requests.SERVING)) + _lone(any_text) + _on_cpu(_peers())
+
+
+def _peers() -> Record:
+    return content_at(RESULTS / peers.CPU)
+
+
+def _loads(content: Record) -> list[Record]:
+    """Returns loads of a server beside the fastest other one."""
+    found = {(r["clients"], r["prompt_tokens"], r["new_tokens"]): r for r in requests.beside(content)}
+    rows = []
+    for clients, prompt, new in _LOADS:
+        if r := found.get((clients, prompt, new)):
+            header, other = content["parts"][r["part"]], r["other"]
+            size = _SIZES[f"{header['settings']['shape']} inflated"]
+            users = f"{clients} user{'s' * (clients > 1)}"
+            rows.append({
+                "case": f"a server of {size}, {users}, answers of {new:,} tokens", "prompt": f"{prompt:,}",
+                "beside": _SERVERS.get(other["part"], other["part"]), "ratio": f"{r['ratio']:.2f}x",
+                "theirs": f"{other['tokens_per_second']:,.0f} tokens/s",
+                "ours": f"{r['tokens_per_second']:,.0f} tokens/s",
+                "origin": (requests.SERVING, r["part"], header),
+            })  # fmt: skip
+    return rows
+
+
+def _lone(any_text: Record) -> list[Record]:
+    """Returns lone texts beside plain decoding, at the lowest temperature above 0."""
     rows = speed_rows(any_text)
     found = []
-    for card, size, context in _FRONT:
+    for card, size, context in _LONE:
         same = [
             r for r in rows
             if r["size"] == size and r["context"] == context and r["card"].startswith(card)
             and (" limited" in r["card"]) == (" limited" in card)
         ]  # fmt: skip
-        found += sorted(same, key=lambda r: float(r["temperature"]))[:1]
+        for r in sorted(same, key=lambda r: float(r["temperature"]))[:1]:
+            limit = r["card"].partition(" limited to ")[2].replace(":", " of the card,")
+            found.append(r | {
+                "case": f"one text, {size}" + (f", {limit}" if limit else ""), "prompt": f"{context:,}",
+                "beside": "our own plain decoding", "theirs": f"{r['plain_ms_per_token']:,.1f} ms",
+                "ours": f"{r['ms_per_token']:.1f} ms",
+                "ratio": f"{r['median']:.1f}x ({r['lowest']:.1f}x to {r['highest']:.1f}x)",
+            })  # fmt: skip
     return found
 
 
+def _on_cpu(content: Record) -> list[Record]:
+    """Returns a row with all lengths of a prompt on a CPU."""
+    rows = [r for r in peers.beside(content) if (r["bits"], r["temperature"]) == _ON_CPU]
+    if not rows:
+        return []
+
+    def each(template: str) -> str:
+        return ", ".join(template.format(**r) for r in rows)
+
+    header, engines = content["parts"][rows[0]["part"]], dict.fromkeys(r["other"]["engine"] for r in rows)
+    return [{
+        "case": f"one text, SmolLM2-135M in {_ON_CPU[0]} bits, {header['settings']['threads']} CPU cores",
+        "prompt": each("{context:,}"), "beside": ", ".join(engines),
+        "theirs": each("{other[ms_per_token]:.1f}") + " ms", "ours": each("{ms_per_token:.1f}") + " ms",
+        "ratio": each("{ratio:.2f}x"), "texts": each("{texts}"), "temperature": _ON_CPU[1],
+        "origin": (peers.CPU, rows[0]["part"], header),
+    }]  # fmt: skip
+
+
 def front_note(any_text: Record, rows: Sequence[Record]) -> str:
-    """Returns the temperatures of the rows, and the files with the commits that they were measured with."""
-    by_temperature = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows}))
+    """Returns what is compared, on which hardware, where ours is slower, and the files of the rows."""
+    loads = [r["ratio"] for r in requests.beside(content_at(RESULTS / requests.SERVING))]
+    on_cpu = [r["ratio"] for r in peers.beside(_peers()) if r["other"]["engine"] == "llama.cpp"]
+    temperatures = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows if "temperature" in r}))
+    hardware = "; ".join(dict.fromkeys(r["origin"][2]["hardware"] for r in rows))
     return (
-        f"Sampled at temperatures of {by_temperature}. The commit beside each file is the one that was "
-        f"measured; figures of other code may differ. From {_files_of(rows)}.\n"
+        f"{hardware}. Ours has default settings; vLLM and llama.cpp have the fastest of their modes that "
+        "were tried. Tokens/s are those of all users together, and include the reading of prompts. Their "
+        "text is greedy; a small model repeats itself there, which is easy to draft for every engine. "
+        "Milliseconds are those of a new token after the prompt was read: medians over texts that nothing "
+        f"was tuned for (slowest to fastest), sampled at T = {temperatures}. On the CPU there is no draft "
+        f"model, and the lengths have {rows[-1]['texts']} texts. **Slower:** in "
+        f"{sum(ratio < 1 for ratio in loads)} of {len(loads)} measured loads the server has fewer tokens/s "
+        f"than vLLM, at the least {min(loads):.2f}x; on the CPU the speed is {min(on_cpu):.2f}x to "
+        f"{max(on_cpu):.2f}x of llama.cpp's, over all lengths and temperatures with 4 to 16 bits. From "
+        f"{_files_of(rows)}.\n"
     )
 
 
@@ -145,6 +211,6 @@ def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
 
 
 TABLES = {
-    "front": Table(texts.ANY_TEXT, listing(FRONT, front_rows, front_note, left=2), texts.COMMAND),
+    "front": Table(texts.ANY_TEXT, listing(FRONT, front_rows, front_note, left=1), texts.COMMAND),
     "by_card": Table(texts.ANY_TEXT, listing(SPEEDS, speed_rows, speed_note, left=4), texts.COMMAND),
 }  # fmt: skip

@@ -42,3 +42,19 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
         made = tables.TABLES[name].make(content)
         assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in made
         assert f"| {second['acceptance']['target']:.2f} | {second['tokens_per_pass']:.1f} |" in made
+
+
+def test_loads_stand_beside_the_fastest_other_server(script: Any) -> None:
+    load = {"prompt_tokens": 64, "clients": 2, "new_tokens": 8}
+    rows = [
+        load | {"part": part, "tokens_per_second": speed}
+        for part, speed in (("triforce-tree", 30.0), ("vllm", 10.0), ("vllm-ngram", 20.0))
+    ]
+    alone = rows[0] | {"clients": 4}
+    [row] = script("benchmarks.requests.tables").beside({"rows": [*rows, alone]})
+    assert (row["clients"], row["other"]["part"], row["ratio"]) == (2, "vllm-ngram", 1.5)
+
+
+def test_readme_names_loads_that_were_measured(script: Any) -> None:
+    front = script("benchmarks.front")
+    assert len(front.front_rows(content_at(front.RESULTS / front.texts.ANY_TEXT))) == 6

@@ -7,7 +7,7 @@ from typing import Any
 from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing
 
 FILE = "peers_{machine}.jsonl"
-_CPU = FILE.format(machine="cpu")
+CPU = FILE.format(machine="cpu")
 _COMMAND = "python -m scripts.benchmarks peers --models models --texts texts.json.xz"
 OURS, DEFAULT, PLAIN = "ours", "default", "plain"
 _NAMES = {OURS: "this project"}
@@ -112,7 +112,7 @@ def _caption(content: Record, rows: Sequence[Record], missing: bool) -> str:
         "prompt was read, and ms a token is the time between it and the last one. Other programs used "
         f"{statistics.median(shares):.0%} of the CPUs' time (median), at most {max(shares):.0%}."
     )
-    return " ".join([*told, file_note(_CPU, content["parts"])])
+    return " ".join([*told, file_note(CPU, content["parts"])])
 
 
 def _where(row: Record) -> str:
@@ -121,9 +121,9 @@ def _where(row: Record) -> str:
 
 TABLES = {
     "peers_cpu": Table(
-        _CPU, listing(BESIDE, beside, lambda content, rows: _caption(content, rows, False), left=0), _COMMAND
+        CPU, listing(BESIDE, beside, lambda content, rows: _caption(content, rows, False), left=0), _COMMAND
     ),
     "peers_cpu_all": Table(
-        _CPU, listing(EVERY, medians, lambda content, rows: _caption(content, rows, True)), _COMMAND
+        CPU, listing(EVERY, medians, lambda content, rows: _caption(content, rows, True)), _COMMAND
     ),
 }

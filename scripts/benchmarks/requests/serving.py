@@ -28,12 +28,11 @@ from urllib.request import urlopen
 
 from scripts.benchmarks.common.command import device_of, machine_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, ResultsFile, settings_of
-from scripts.benchmarks.requests.tables import SERVING_FILE
+from scripts.benchmarks.requests.tables import OURS, SERVING_FILE
 from scripts.benchmarks.sources.registry import Texts, named
 from triforce_tree.bench import load
 from triforce_tree.bench.load import Endpoint, Load
 
-OURS = "triforce-tree"
 _TINY = {"clients": [1, 2], "prompt_tokens": [200, 600], "new": 16, "pause": 0.05, "seconds": 20.0}
 # Seconds within which a server has to be ready.
 _PATIENCE = 1800

@@ -11,7 +11,9 @@ ALONE, BESIDE = "alone", "beside another"
 # The part of a conversation's file without a trace; with one, the part has the trace's name.
 QUESTIONS = "questions"
 SERVING_FILE = "serving_{machine}.jsonl"
-_SERVING = SERVING_FILE.format(machine="h200")
+SERVING = SERVING_FILE.format(machine="h200")
+# The name of our server in it.
+OURS = "triforce-tree"
 REQUESTS: Columns = {
     "model": "{shape}", "request": "{turn}", "prompt": "{prompt_tokens:,}", "kept": "{reused_tokens:,}",
     "prefill, s": "{prefill_seconds:.2f}", "first token, s": "{first_token_seconds:.2f}",
@@ -44,7 +46,7 @@ def _table(file: str, command: str) -> Table:
     return Table(file, make, command)
 
 
-SERVING: Columns = {
+_CLIENTS: Columns = {
     "server": "{part}", "clients": "{clients}", "prompt, tokens": "{prompt_tokens:,}",
     "new, tokens": "{new_tokens:,}", "**tokens/s**": "**{tokens_per_second:,.1f}**",
     "first token, s: median": "?{first_token_seconds[p50]:.2f}", "p99": "?{first_token_seconds[p99]:.2f}",
@@ -63,6 +65,22 @@ _SERVING_NOTE = (
 def _by_cell(content: Record) -> list[Record]:
     """Returns the rows of all servers, those of one cell together."""
     return sorted(content["rows"], key=itemgetter("prompt_tokens", "clients", "new_tokens"))
+
+
+def beside(content: Record) -> list[Record]:
+    """Returns our server's row for each load, with the fastest of the others and the ratio of tokens/s."""
+    found: dict[tuple[int, ...], dict[str, Record]] = {}
+    for row in _by_cell(content):
+        cell = (row["prompt_tokens"], row["clients"], row["new_tokens"])
+        found.setdefault(cell, {})[row["part"]] = row
+    made = []
+    for rows in found.values():
+        ours = rows.pop(OURS, None)
+        if ours and rows:
+            other = max(rows.values(), key=lambda row: float(row["tokens_per_second"]))
+            ratio = ours["tokens_per_second"] / other["tokens_per_second"]
+            made.append(ours | {"other": other, "ratio": ratio})
+    return made
 
 
 def _ms(values: Record | None, share: str) -> str:
@@ -137,8 +155,8 @@ TABLES = {
         "python -m scripts.benchmarks conversation --trace synthetic",
     ),
     "serving": Table(
-        _SERVING,
-        listing(SERVING, _by_cell, noted(_SERVING_NOTE, _SERVING)),
+        SERVING,
+        listing(_CLIENTS, _by_cell, noted(_SERVING_NOTE, SERVING)),
         "python -m scripts.benchmarks serving",
     ),
     "requests": _table(FILE, _COMMAND),
