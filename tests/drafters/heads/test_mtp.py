@@ -112,6 +112,7 @@ CASES: dict[str, tuple[str, int, int, str, int, int, dict[str, Any]]] = {
     **{family: (family, 1, 2, "best-first:3,2,2", 2, 200, {}) for family in ("deepseek-v3", "glm4-moe")},
     **{family: (family, 1, 2, "static:0;1;0.0", 2, 9, {}) for family in ("glm4-moe-lite", "mellum")},
     **{family: (family, 1, 2, "chain:3", 2, 9, {}) for family in FAMILIES if family.startswith("qwen")},
+    "bailing-hybrid": ("bailing-hybrid", 1, 2, "chain:3", 2, 9, {}),
     "levels": ("glm4-moe", 1, 3, "best-first:2,2", 2, 9, {}),
     "no sinks": ("deepseek-v3", 1, 2, "chain:3", 0, 7, {}),
     "three layers": ("glm4-moe", 3, 2, "best-first:3,2,2", 2, 200, {}),

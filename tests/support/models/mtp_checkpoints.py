@@ -45,6 +45,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _EXPERTS | {"num_key_value_heads": 2, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
     ),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _LATENT | _EXPERTS),
+    "bailing-hybrid": (
+        "BailingHybridConfig", "BailingHybridForCausalLM",
+        {
+            **_LATENT, **_EXPERTS, "num_local_experts": 8, "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"], "mtp_layer_types": ["full_attention"],
+            "mtp_mlp_layer_types": ["sparse"],
+        },
+    ),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _HYBRID | _FEW_EXPERTS),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _HYBRID | _FEW_EXPERTS),
@@ -100,7 +108,7 @@ def mtp_checkpoint(
         block |= {
             "eh_proj.weight": joined, "enorm.weight": gains(), "hnorm.weight": gains(),
             "shared_head.norm.weight": gains(),
-            "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+            "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
             "shared_head.head.weight": weights["lm_head.weight"].clone(),
         }  # fmt: skip
         weights |= {f"model.layers.{2 + layer}.{name}": tensor for name, tensor in block.items()}
