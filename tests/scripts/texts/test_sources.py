@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from scripts.benchmarks.sources import loaders, packed, registry
@@ -147,9 +148,14 @@ def test_a_column_of_something_else_than_text_is_refused(tmp_path: Path, held: s
 
 
 def test_several_texts_of_a_record_are_one_document(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"turns": ["a", "b"]}\n{"turns": ["c"]}\n')
-    assert list(dataset_texts(str(file), column="turns")) == ["a\n\nb", "c"]
+    """As in SPEED-Bench, whose columns these are."""
+    row = dict.fromkeys(("question_id", "category", "sub_category", "source", "src_id", "difficulty"), "x")
+    rows = [row | {"turns": ["a", "b"], "multiturn": True}, row | {"turns": ["c"], "multiturn": False}]
+    made = datasets.Dataset.from_list(rows)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.to_json(tmp_path / "rows.jsonl")
+    for file in ("rows.parquet", "rows.jsonl"):
+        assert list(dataset_texts(str(tmp_path / file), column="turns")) == ["a\n\nb", "c"]
 
 
 def test_prompts_are_cut_evenly_and_too_few_tokens_are_refused() -> None:
