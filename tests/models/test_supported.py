@@ -129,6 +129,80 @@ def test_inputs_that_decoding_would_pass_by_are_refused(kind: type[LlamaForCausa
         triforce_tree.load(kind(tiny("llama").config).eval())
 
 
+class _Sampled(LlamaForCausalLM):
+    """Has a loop of its own."""
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._sample(*args, **kwargs)
+
+
+class _Updated(LlamaForCausalLM):
+    """Changes what its forward gets next."""
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._update_model_kwargs_for_generation(*args, **kwargs)
+
+
+class _Derived(_Updated):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind, method",
+    [(_Sampled, "_sample"), (_Updated, "_update_model_kwargs"), (_Derived, "_update_model_kwargs")],
+)
+def test_a_loop_that_decoding_would_pass_by_is_refused(kind: type[LlamaForCausalLM], method: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^{kind.__name__} has its own {method}[^\n]*$"):
+        triforce_tree.load(kind(tiny("llama").config).eval())
+
+
+def test_a_loop_that_is_replaced_after_load_is_refused() -> None:
+    model = tiny("llama")
+    engine = triforce_tree.load(model)
+    model._sample = print
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has its own _sample"):
+        engine.generate([1, 2], max_new_tokens=2)
+
+
+class _Prefixed(LlamaForCausalLM):
+    """Generates after a longer prompt."""
+
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("attention_mask", None)
+        return super().generate(torch.cat([inputs[:, :1], inputs], 1), **kwargs)
+
+
+class _Cut(LlamaForCausalLM):
+    """Returns the new tokens alone."""
+
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        return super().generate(inputs, **kwargs)[:, inputs.shape[1] :]
+
+
+class _Noted(LlamaForCausalLM):
+    """Generates as its base class does."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [_Prefixed, _Cut, _Noted])
+def test_a_generate_of_a_class_is_not_passed_by(kind: type[LlamaForCausalLM]) -> None:
+    model, ids = kind(tiny("llama").config).eval(), torch.tensor([prompt_of(20)])
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **asked).tolist()
+    assert model.generate(ids, custom_generate=triforce_tree.custom_generate(), **asked).tolist() == expected
+    engine = triforce_tree.load(model)
+    for several in ({}, {"num_beams": 2}):
+        if kind is _Noted:
+            engine.generate(ids, **asked, **several)
+            continue
+        with pytest.raises(
+            ValueError, match=rf"^{kind.__name__} has its own generate, [^\n]*custom_generate="
+        ):
+            engine.generate(ids, **asked, **several)
+
+
 @pytest.mark.parametrize("part", ["none", "head", "all"])
 def test_derived_classes_and_weights_of_zeros(part: str) -> None:
     model, prompt = _Renamed(tiny("llama").config).eval(), prompt_of(20)

@@ -14,6 +14,13 @@ from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 
 _SOFTCAP = "attn_logit_softcapping"
 _PREPARES = "prepare_inputs_for_generation"
+# Methods of transformers' own loop, which decoding here passes by, and the packages whose versions of them do
+# nothing that text alone needs.
+_OF_LOOP = {
+    "_sample": "transformers.generation.",
+    "_prefill": "transformers.",
+    "_update_model_kwargs_for_generation": "transformers.",
+}
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -95,6 +102,12 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
             f"changes what its forward gets in a {_PREPARES} of its own, which decoding here would pass by; "
             "do so in its forward, or use the model's own generate()"
         )
+    for name, home in _OF_LOOP.items():
+        if not getattr(getattr(model, name, None), "__module__", home).startswith(home):
+            return (
+                f"has its own {name}, which decoding here would pass by; do the same in its forward, or use "
+                "the model's own generate()"
+            )
     if unknown := sorted(unknown_mixers(model)):
         return (
             f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "

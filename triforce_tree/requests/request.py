@@ -277,6 +277,7 @@ class Arguments:
             )
         part, first = (slice(None), 0) if number is None else (slice(number, number + 1), number)
         allowed, given_ids, ids = self.allowed, self.prompts.ids[part], self.input_ids[part]
+        made: list[Prepared] = []
 
         def taken(
             model: Any,
@@ -285,25 +286,39 @@ class Arguments:
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
             **model_inputs: Any,
-        ) -> Prepared:
-            return Prepared(logits_processor, stopping_criteria, generation_config, model_inputs)
+        ) -> Prepared | None:
+            made.append(Prepared(logits_processor, stopping_criteria, generation_config, model_inputs))
+            # transformers passes on the tensor itself.
+            return made[0] if input_ids is ids or torch.equal(input_ids, ids) else None
 
         processors = LogitsProcessorList(self.processors)
         if any(self.penalties.values()):
             processors.append(GeneratedTokenPenalties(ids.shape[1], *self.penalties.values()))
-        prepared: Prepared = without_settings(target.model).generate(
-            ids, attention_mask=self.attention_mask[part], generation_config=self.config,
-            logits_processor=processors, stopping_criteria=self.criteria,
-            prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: first + n, target.vocab_size),
-            custom_generate=taken, **self.options,
-        )  # fmt: skip
+        returned, cause = None, None
+        try:
+            returned = without_settings(target.model).generate(
+                ids, attention_mask=self.attention_mask[part], generation_config=self.config,
+                logits_processor=processors, stopping_criteria=self.criteria,
+                prefix_allowed_tokens_fn=allowed
+                and renumbered(allowed, lambda n: first + n, target.vocab_size),
+                custom_generate=taken, **self.options,
+            )  # fmt: skip
+        except Exception as error:  # what follows ``taken`` is code of the model's class
+            if not made:
+                raise
+            cause = error
+        if not made or returned is not made[0]:
+            raise ValueError(
+                f"{target.name} has its own generate, whose changes of the prompt or the output decoding "
+                "here would pass by; call it with custom_generate=triforce_tree.custom_generate(...)"
+            ) from cause
         tokens = self.prompts.tokens[part]
         # Without padding nothing is read from the device, which would be waited for.
         padding = [
             row[: len(row) - len(own)].tolist() if len(row) > len(own) else []
             for row, own in zip(ids, tokens, strict=True)
         ]
-        request = Request.of(target, given_ids, ids, tokens, padding, prepared, how)
+        request = Request.of(target, given_ids, ids, tokens, padding, made[0], how)
 
         return replace(request, other=self._others(target))
 
