@@ -16,7 +16,7 @@ from tests.support.models.families import CAPPED, FAMILIES_BY_LENGTH, prompt_of,
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
-from triforce_tree.loading import rounding
+from triforce_tree.loading import load_guard, rounding
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
 from triforce_tree.models import attention
@@ -135,6 +135,21 @@ def test_a_comparison_that_takes_too_long_is_reported_as_skipped() -> None:
     assert list(report.skipped) == [f"a sequence beyond {1 << 21} tokens"]
     assert "elements" in report.skipped[f"a sequence beyond {1 << 21} tokens"]
     assert f"positions on both sides of {1 << 21}" in report.errors
+
+
+def test_a_first_comparison_that_memory_is_short_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = load_guard._Guard._reference_logits, []
+
+    def short_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(load_guard._Guard, "_reference_logits", short_once)
+    report = triforce_tree.load(tiny("mistral", sliding_window=WINDOW)).guard
+    assert report.skipped == {"a sequence of 40 tokens": "memory is short"}
+    assert f"a sequence beyond {WINDOW} tokens" in report.errors
 
 
 def test_one_layer_of_each_kind_computes() -> None:

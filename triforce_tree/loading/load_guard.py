@@ -263,7 +263,7 @@ class _Guard:
         # A missing softcap changes the logits only if scores are about as large as the cap.
         cap = getattr(self.model.model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
         deviation = _SCORES if cap is None else cap / 4
-        return k * (deviation / (self.scores[layer] * call.how.scale * heads.dim**0.5)), v * 4
+        return k * (deviation / (self.scores.get(layer, 1.0) * call.how.scale * heads.dim**0.5)), v * 4
 
     def _random_tokens(self, count: int) -> Tensor:
         """Returns random token ids ``[1, count]`` without special ones, such as image placeholders."""
