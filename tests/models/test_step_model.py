@@ -140,9 +140,9 @@ def test_layers_share_versions_and_one_serves_all_lengths_but_one(
     assert any_length == [True] * versions + [False] * versions
 
 
-@pytest.mark.parametrize("index, layers, chunk", [(1, 3, 8), (-2, 3, 0), (-2, 0, 0), (3, 3, 0)])
+@pytest.mark.parametrize("index, layers, chunk", [(1, 3, 8), (-2, 3, None), (-2, 0, None), (3, 3, None)])
 def test_an_index_counted_from_the_last_layer_is_none_of_the_decoder(
-    index: int, layers: int, chunk: int
+    index: int, layers: int, chunk: int | None
 ) -> None:
     """Encoders of Phi-4-multimodal have one."""
     module: Any = nn.Module()

@@ -8,7 +8,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 import triforce_tree
-from tests.support.models.families import build, greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.families import (
+    SMALL_SETTINGS,
+    build,
+    greedy,
+    perturbed,
+    prompt_of,
+    small,
+    tiny,
+)
 from tests.support.models.program_cases import decoded, program_of
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import load_arguments
@@ -251,6 +259,24 @@ def test_a_window_as_large_as_all_positions_is_ignored() -> None:
         if not narrow:
             [new], _ = decoded(program_of(model, perturbed(model, 0.05), 3), [prompt_of(70)], [12])
             assert new == greedy(model, prompt_of(70), 12)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "llama4"])
+def test_a_window_of_one_token(family: str) -> None:
+    """The expected texts are made without transformers' cache, which does not drop tokens for this window."""
+    name = "attention_chunk_size" if family == "llama4" else "sliding_window"
+    target, prompts = tiny(family, **{name: 1}), [prompt_of(70), prompt_of(5)]
+    expected = [greedy(target, prompt, 12, use_cache=False) for prompt in prompts]
+    for levels in (1, 2, 3):
+        settings = load_arguments(SMALL_SETTINGS)
+        engine = triforce_tree.load(target, perturbed(target, 0.05), levels=levels, **settings)
+        out = engine.generate(prompts, max_new_tokens=12, do_sample=False)
+        assert out.sequences[:, 70:].tolist() == expected
+    for window in (0, -3):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"has a window of {window} tokens, [^\n]*{name}[^\n]*$"
+        ):
+            triforce_tree.load(tiny(family, **{name: window}))
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89"])

@@ -54,12 +54,12 @@ def _attention(
     """Attends for transformers' attention modules in copies of models that compute for us."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Chunk lengths are only in the configuration, which ``use_our_attention`` has read.
-    chunk: int = getattr(module, "triforce_chunk", 0)
-    window = chunk or sliding_window
+    chunk: int | None = getattr(module, "triforce_chunk", None)
+    window = sliding_window if chunk is None else chunk
     limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     if window is not None and limit is not None and window >= limit:
         window = None
-    chunked = chunk > 0 and window is not None
+    chunked = chunk is not None and window is not None
     if triforce_positions is not None:
         query = scaled_queries(module, query, triforce_positions)
     else:
@@ -114,7 +114,7 @@ def keep_chunks(copy: nn.Module) -> None:
         kinds: Any = getattr(config, "layer_types", None) or ()
         # Phi-4-multimodal calls the layer of an encoder so, counted from the last one.
         chunked = isinstance(index, int) and 0 <= index < len(kinds) and kinds[index] == "chunked_attention"
-        settings.triforce_chunk = int(config.attention_chunk_size) if chunked else 0
+        settings.triforce_chunk = int(config.attention_chunk_size) if chunked else None
 
 
 class KVCache(Protocol):

@@ -403,6 +403,12 @@ class HFModel:
         self.kv_shapes = [
             KVShape(call.heads, call.how.window, call.how.chunked) for call in self.calls.values()
         ]
+        least = min((shape.window for shape in self.kv_shapes if shape.window is not None), default=1)
+        if least < 1:
+            raise UnsupportedModelError(
+                f"{self.name} has a window of {least} tokens, in which a token does not see itself; set "
+                "sliding_window (or attention_chunk_size) of its configuration to at least 1, or to None"
+            )
         self.kv_layers: list[KVShape | None] = [None] * self.layers
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
             self.kv_layers[index] = shape
