@@ -236,7 +236,7 @@ class Engine:
             ValueError: there is no tokenizer or no token that ends a text, or the grammar cannot be compiled.
         """
         grammars_of(grammar, 1)
-        ends = self.target.model.generation_config.eos_token_id
+        ends = self.target.settings.eos_token_id
         self._grammars.compile(grammar, None if ends is None else listed_ids(ends))
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:

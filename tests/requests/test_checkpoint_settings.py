@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLog
 
 import triforce_tree
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, characters, new, text_of
-from tests.support.models.families import tiny
+from tests.support.models.families import greedy, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.requests.notices import cost_of_processors
@@ -191,3 +191,32 @@ def test_the_cost_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             engine.with_options(levels=1).generate([PROMPT, PROMPT[3:]], max_new_tokens=3)
     [record] = caplog.records
     assert "no_repeat_ngram_size=3 reads the tokens so far: the 2 sequences" in record.getMessage()
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3", "mixtral"])
+def test_a_configuration_that_asks_for_tuples(family: str, tmp_path: Path) -> None:
+    """With it transformers' own layers fail."""
+    expected = greedy(tiny(family), PROMPT, NEW)
+    model = tiny(family)
+    model.config.return_dict = False
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "return_dict": False}))
+    for source in (model, tmp_path):
+        engine = triforce_tree.load(source, model, levels=2, **load_arguments({"tree": "chain:3"}))
+        assert new(engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)) == expected
+        engine.generate(PROMPT, max_new_tokens=2, num_beams=2)
+    assert model.config.return_dict is False
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_a_model_without_generation_config_is_refused(options: dict[str, Any]) -> None:
+    model = tiny("llama-gqa")
+    engine = triforce_tree.load(model, model)
+    model.generation_config = None
+    with pytest.raises(
+        ValueError, match=r"^the generation_config of LlamaForCausalLM is None[^\n]* set model\."
+    ):
+        engine.generate(PROMPT, max_new_tokens=NEW, **options)
+    model.generation_config = GenerationConfig(eos_token_id=EXPECTED[3])
+    assert new(engine.generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:4]

@@ -45,7 +45,7 @@ class Job:
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        eos = engine.target.model.generation_config.eos_token_id
+        eos = engine.target.settings.eos_token_id
         if eos is not None:
             options["suppress_tokens"] = eos if isinstance(eos, list) else [eos]
         return options

@@ -224,5 +224,5 @@ def _setting(engine: LoadedEngine, kwargs: dict[str, Any], name: str) -> Any:
     """Returns an option of beam search: the caller's, or else the checkpoint's, or else the default."""
     config = kwargs.get("generation_config")
     given = config if isinstance(config, dict) else vars(config) if config is not None else {}
-    sources = kwargs, given, vars(engine.target.model.generation_config), {"length_penalty": 1.0}
+    sources = kwargs, given, vars(engine.target.settings), {"length_penalty": 1.0}
     return next((value for own in sources if (value := own.get(name)) is not None), False)

@@ -153,7 +153,7 @@ def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interru
 
 
 def _stop_tokens(engine: Engine) -> frozenset[int]:
-    ids = engine.target.model.generation_config.eos_token_id
+    ids = engine.target.settings.eos_token_id
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 

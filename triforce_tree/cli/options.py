@@ -76,7 +76,7 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
     Temperature 0 is greedy.
     """
-    own = engine.target.model.generation_config
+    own = engine.target.settings
     found = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     more: dict[str, Any] = {"stop_strings": args.stop} if args.stop else {}
     if args.repetition_penalty is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
@@ -158,6 +158,21 @@ class HFModel:
                     f"the {what} of {self.name} is {now}, and was {size} when the engine was made; "
                     "make a new engine (triforce_tree.load, or another custom_generate)"
                 )
+
+    @property
+    def settings(self) -> GenerationConfig:
+        """Returns the model's own generation options.
+
+        Raises:
+            ValueError: it has none.
+        """
+        found: GenerationConfig | None = self.model.generation_config
+        if found is None:
+            raise ValueError(
+                f"the generation_config of {self.name} is None, so that no token is known to end a text; set "
+                "model.generation_config = GenerationConfig(eos_token_id=...)"
+            )
+        return found
 
     @property
     def has_level_one(self) -> bool:

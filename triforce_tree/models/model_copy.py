@@ -117,7 +117,10 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(value, nn.Module):
             return copies.get(id(value), value)
         if isinstance(value, PreTrainedConfig):
-            return copy.deepcopy(value, configs)
+            made = copy.deepcopy(value, configs)
+            # With tuples, which a checkpoint may ask for, transformers' own layers fail.
+            made.return_dict = True
+            return made
         compiled_from = getattr(value, "_torchdynamo_orig_callable", None)
         if compiled_from is not None:
             return copied(compiled_from)

@@ -217,7 +217,7 @@ class Arguments:
         allowed = checked("prefix_allowed_tokens_fn", allowed)
         if isinstance(inputs, Mapping):
             inputs = text_alone(inputs, target.model)
-        settings = target.model.generation_config
+        settings = target.settings
         config, options = given_options(text_alone(given, target.model), config, settings)
         sources = options, vars(config) if config is not None else {}, vars(settings)
         if any(options.get(name, sources[1].get(name)) for name in ("output_scores", "output_logits")):
@@ -268,7 +268,7 @@ class Arguments:
                 return parts[0]
             return Request.of_parts(parts, self.prompts.ids, self.input_ids, how)
         own = {} if self.config is None else vars(self.config)
-        sources = self.options, own, vars(target.model.generation_config)
+        sources = self.options, own, vars(target.settings)
         decay, ends = (_first(name, sources) for name in ("exponential_decay_length_penalty", "eos_token_id"))
         if decay is not None and ends is None:
             raise ValueError(

@@ -149,7 +149,7 @@ class Service:
                 target.check_length(len(ids), new)
             except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
-            ends = listed_ids(target.model.generation_config.eos_token_id)
+            ends = listed_ids(target.settings.eos_token_id)
             settings = {
                 "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
                 **grammar,
