@@ -1,9 +1,11 @@
 """The text of outputs in every kind of call: the continuation of the prompt's, without end tokens."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import TextIteratorStreamer
 
 import triforce_tree
@@ -131,6 +133,22 @@ def test_stop_strings_are_found_where_the_text_ends(kind: str) -> None:
         assert beams.new_tokens == count
         [branch] = (tree := engine.tree(prompt)).generate(tree.root, **asked)
         assert branch.tokens == new[:count]
+
+
+@kinds
+def test_a_token_for_broken_bytes_is_text_at_once(kind: str) -> None:
+    """The character that stands for them may be part of a vocabulary, and of a stop string."""
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    tokenizer.add_tokens([AddedToken("\ufffd", special=False, normalized=False)])
+    prompt, words = script_of(kind)
+    script = [prompt[-1], *words[:2], tokenizer.convert_tokens_to_ids("\ufffd"), *words[2:4]]
+    engine = triforce_tree.load(scripted(tokenizer, script), tokenizer=tokenizer, levels=1)
+    greedy: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    assert engine.generate(prompt, **greedy).text.count("\ufffd") == 1
+    for more in ({}, {"num_beams": 2, "early_stopping": True}, {"no_repeat_ngram_size": 9}):
+        out = engine.generate(prompt, stop_strings="\ufffd", **greedy, **more)
+        assert (out.new_tokens, out.finish_reason) == (3, "stop"), more
+        assert out.text.endswith("\ufffd")
 
 
 def test_what_begins_in_the_prompt_does_not_stop() -> None:

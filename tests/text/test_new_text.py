@@ -142,6 +142,11 @@ def test_a_prompt_that_ends_within_a_character() -> None:
         at = next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1]).endswith("\ufffd")) + 1
         assert new_text(tokenizer, ids[:at], ids[at:]) == "🎉b"
         assert new_text(tokenizer, ids[:at], ids_of(tokenizer, "b")).strip() == "b"
+    # The first two bytes of a surrogate are two broken characters, unlike those of other characters.
+    tokenizer = tokenizer_of("byte-level")
+    broken = tokenizer.convert_tokens_to_ids(["í", "¹"])
+    assert tokenizer.decode([*broken, *ids_of(tokenizer, "b")]) == "\ufffd\ufffdb"
+    assert new_text(tokenizer, broken, ids_of(tokenizer, "b")) == "b"
 
 
 @kinds

@@ -7,10 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.text.clean_up import CleanUp
 from triforce_tree.text.stop_strings import StopMatcher
-from triforce_tree.text.vocabulary import Vocabulary
+from triforce_tree.text.vocabulary import REPLACEMENT, Vocabulary
 
-# The character that replaces bytes that are not valid UTF-8.
-_REPLACEMENT = "\ufffd"
 # New tokens are decoded together with at least _LEAST and at most _MOST tokens before them, the window.
 _LEAST, _MOST = 8, 16
 # If the last tokens of a prompt have no text, at most this many are searched for tokens with text.
@@ -23,7 +21,7 @@ _PARTS = 8
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
-    return _REPLACEMENT * (error.end - error.start), error.end
+    return REPLACEMENT * (error.end - error.start), error.end
 
 
 # Tokenizers with byte tokens replace each byte of a broken character by one replacement; byte-level
@@ -66,7 +64,7 @@ class NewText:
         self._owed = 0
         if open_bytes := _incomplete(vocabulary, prompt):
             self._bytes.decode(open_bytes)
-            self._owed = 1 if vocabulary.of_bytes else len(open_bytes)
+            self._owed = len(open_bytes.decode("utf-8", errors))
         self._window = [] if vocabulary.of_bytes else _context(vocabulary, prompt)
         self._base: str | None = None
         # Tokens whose text may end within a character, and the number of its characters already returned.
@@ -120,7 +118,8 @@ class NewText:
         if raw is None:
             text, _ = self._after_window([*self._open, token])
             before = self._after_window(self._open)[0] if self._open else ""
-            raw = None if _REPLACEMENT in text else text.removeprefix(before).encode()
+            broken = REPLACEMENT in text and not self._vocabulary.token(token).replaces
+            raw = None if broken else text.removeprefix(before).encode()
         if raw is None or self.hidden(token):
             return self._vocabulary.name(token), None
         try:
@@ -151,7 +150,7 @@ class NewText:
         text = self._bytes.decode(raw, final)
         if self._owed and text:
             owed, self._owed = self._owed, 0
-            broken = len(text) - len(text.lstrip(_REPLACEMENT))
+            broken = len(text) - len(text.lstrip(REPLACEMENT))
             return text[min(owed, broken) :]
         return text
 
@@ -166,8 +165,9 @@ class NewText:
         if token is not None:
             self._open.append(token)
         (text, whole), given = self._after_window(self._open), self._given
-        if token is not None and text.endswith(_REPLACEMENT) and len(self._open) < _PARTS:
-            certain = text.rstrip(_REPLACEMENT)
+        open_end = text.endswith(REPLACEMENT) and len(self._open) < _PARTS
+        if token is not None and open_end and not self._vocabulary.token(token).replaces:
+            certain = text.rstrip(REPLACEMENT)
             self._given = max(given, len(certain))
             return certain[given:]
         self._slide(self._open, whole)
@@ -217,7 +217,7 @@ def _context(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
     count, whole = _LEAST, list(tokens[-_LEAST:])
     while count < min(len(tokens), _FARTHEST):
         text = vocabulary.decode(whole)
-        if text and not (text.startswith(_REPLACEMENT) and count < _MOST):
+        if text and not (text.startswith(REPLACEMENT) and count < _MOST):
             break
         count += _OF_ONE if text else count
         whole = list(tokens[-count:])

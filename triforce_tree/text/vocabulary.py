@@ -10,6 +10,8 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+REPLACEMENT = "\ufffd"
+"""The character that replaces bytes that are not valid UTF-8."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -21,10 +23,12 @@ class Token:
         special: whether it has a name, but no text.
         raw: its bytes if they do not depend on its neighbours, else None. An id that the tokenizer does not
             know has the bytes ``b""``.
+        replaces: whether it spells the character that replaces invalid bytes, and so no part of another one.
     """
 
     special: bool
     raw: bytes | None
+    replaces: bool
 
 
 class Vocabulary:
@@ -66,7 +70,8 @@ class Vocabulary:
             piece: Any = self._tokenizer.convert_ids_to_tokens(token)
             known = isinstance(piece, str)
             special = known and not self.decode([token]) and bool(self.name(token))
-            self._tokens[token] = Token(special, self._bytes_of(token, piece) if known else b"")
+            raw = self._bytes_of(token, piece) if known else b""
+            self._tokens[token] = Token(special, raw, known and REPLACEMENT in piece)
         return self._tokens[token]
 
     def _bytes_of(self, token: int, piece: str) -> bytes | None:
