@@ -1,5 +1,6 @@
 """Each error names the value, the limit and a remedy."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -171,57 +172,85 @@ def answering(answer: Callable[[Any], Any], keeps_state: bool) -> Any:
     return own
 
 
-@pytest.mark.parametrize("keeps_state", [False, True])
+callers = pytest.mark.parametrize(("keeps_state", "beams"), [(False, 1), (True, 1), (True, 2)])
+
+
+@callers
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
         (lambda scores: None, "a NoneType"),
         (lambda scores: scores.tolist(), "a list"),
         (lambda scores: scores[0], f"a tensor of shape ({VOCABULARY},), float32"),
-        (lambda scores: scores[:, :9], "a tensor of shape (1, 9), float32"),
-        (lambda scores: scores > 0, f"a tensor of shape (1, {VOCABULARY}), bool"),
+        (lambda scores: scores[:, :9], "a tensor of shape ({rows}, 9), float32"),
+        (lambda scores: scores.long(), f"a tensor of shape ({{rows}}, {VOCABULARY}), int64"),
+        (lambda scores: scores > 0, f"a tensor of shape ({{rows}}, {VOCABULARY}), bool"),
     ],
 )
 def test_what_a_processor_may_not_return(
-    engine, answer: Callable[[Any], Any], kind: str, keeps_state: bool
+    engine, answer: Callable[[Any], Any], kind: str, keeps_state: bool, beams: int
 ) -> None:
     expected = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False).sequences
     own = answering(answer, keeps_state)
-    with pytest.raises(ValueError, match=says(f"Own returned {kind}", f"of shape (1, {VOCABULARY})")):
-        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, logits_processor=[own])
+    with pytest.raises(
+        ValueError, match=says(f"Own returned {kind.format(rows=beams)}", f"of shape ({beams}, {VOCABULARY})")
+    ):
+        engine.generate(
+            prompt_of(9), max_new_tokens=3, do_sample=False, logits_processor=[own], num_beams=beams
+        )
     out = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False)
     assert torch.equal(out.sequences, expected)
 
 
-@pytest.mark.parametrize("keeps_state", [False, True])
+@callers
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_scores_that_nothing_can_be_drawn_from(engine, number: float, keeps_state: bool) -> None:
+def test_scores_that_nothing_can_be_drawn_from(engine, number: float, keeps_state: bool, beams: int) -> None:
     own = answering(lambda scores: torch.full_like(scores, number), keeps_state)
     with pytest.raises(ValueError, match=says("NaN", "a logits processor (Own)", "leave")):
-        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=True, seed=1, logits_processor=[own])
+        engine.generate(
+            prompt_of(9), max_new_tokens=3, do_sample=True, seed=1, logits_processor=[own], num_beams=beams
+        )
 
 
-@pytest.mark.parametrize("keeps_state", [False, True])
+@callers
 @pytest.mark.parametrize("answer", [None, "no", 0.5, torch.tensor([True, False]), torch.empty(0).bool()])
-def test_what_a_stopping_criterion_may_not_answer(engine, answer: Any, keeps_state: bool) -> None:
+def test_what_a_stopping_criterion_may_not_answer(engine, answer: Any, keeps_state: bool, beams: int) -> None:
     own = answering(lambda _: answer, keeps_state)
-    with pytest.raises(ValueError, match=says("Own answered", "True or False", "shape (1,)")):
-        engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own])
+    count = 1 if beams == 1 else 2 * beams
+    with pytest.raises(ValueError, match=says("Own answered", "True or False", f"shape ({count},)")):
+        engine.generate(
+            prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own], num_beams=beams
+        )
 
 
-@pytest.mark.parametrize("keeps_state", [False, True])
-def test_a_stopping_criterion_may_answer_with_a_column(engine, keeps_state: bool) -> None:
-    own = answering(lambda _: torch.tensor([[False]]), keeps_state)
-    out = engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own])
+@callers
+def test_a_stopping_criterion_may_answer_with_a_column(engine, keeps_state: bool, beams: int) -> None:
+    own = answering(lambda _: torch.zeros(1 if beams == 1 else 2 * beams, 1, dtype=torch.bool), keeps_state)
+    out = engine.generate(
+        prompt_of(9), max_new_tokens=3, do_sample=False, stopping_criteria=[own], num_beams=beams
+    )
     assert out.new_tokens == 3
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("answer", [None, {5}, "ab", 7, [VOCABULARY], [[5]]])
+@pytest.mark.parametrize("answer", [None, {5}, "ab", 7, [], [VOCABULARY], [[5]]])
 def test_what_allowed_tokens_may_not_be(engine, answer: Any, beams: int) -> None:
     options: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda *_: answer, "num_beams": beams}
     with pytest.raises(ValueError, match=says("prefix_allowed_tokens_fn returned", f"below {VOCABULARY}")):
         engine.generate(prompt_of(9), max_new_tokens=3, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"num_beams": 2}, {"num_beams": 2, "do_sample": True}]
+)
+def test_logits_that_are_nan(options: dict[str, Any]) -> None:
+    model = copy.deepcopy(TARGET)
+    model.lm_head.weight.data[3] = math.nan
+    engine = triforce_tree.load(model)
+    with pytest.raises(ValueError, match=says("the model returned NaN logits", "check the checkpoint")):
+        engine.generate(prompt_of(9), max_new_tokens=3, **options)
+    out = engine.generate(prompt_of(9), max_new_tokens=3, remove_invalid_values=True, **options)
+    assert out.new_tokens == 3
 
 
 @pytest.mark.parametrize("name", ["generate", "config"])

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from triforce_tree.branching.node import Node
@@ -13,6 +14,7 @@ from triforce_tree.branching.options import OF_ENGINE, check_engine, one_text_ea
 from triforce_tree.branching.pages import page_slots
 from triforce_tree.branching.slots import TreeSlots, needs_before
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.endings import CheckedCriterion
 from triforce_tree.requests.inputs import Prompts, real_tokens
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.requests.option_values import checked
@@ -23,7 +25,9 @@ from triforce_tree.requests.request import renumbered, speculation_of
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
+from triforce_tree.verify.checked_processors import CheckedProcessor, Drawable
 from triforce_tree.verify.draws import sequence_seed
+from triforce_tree.verify.sampling import NAN_LOGITS
 
 _SCORES = ("output_scores", "output_logits")
 
@@ -99,11 +103,14 @@ class BeamTree(OwnForward):
         slots: keys and values.
         width: beams of each prompt.
         progress: called with the number of tokens of each chunk of a long prompt.
+        with_nan: whether logits may contain NaN, which a processor removes.
     """
 
-    def __init__(self, slots: TreeSlots, width: int, progress: Progress | None = None) -> None:
+    def __init__(
+        self, slots: TreeSlots, width: int, progress: Progress | None = None, with_nan: bool = False
+    ) -> None:
         super().__init__()
-        self._slots, self._width, self._progress = slots, width, progress
+        self._slots, self._width, self._progress, self._with_nan = slots, width, progress, with_nan
         # The beams are in the order of transformers' batch.
         self._beams: list[Node] = []
 
@@ -132,7 +139,15 @@ class BeamTree(OwnForward):
         else:
             for node, token in zip(self._beams, input_ids[:, -1].tolist(), strict=True):
                 node.append([token])
-        return self._slots.last_logits(self._beams)
+        logits = self._slots.last_logits(self._beams)
+        if not self._with_nan and bool(logits.isnan().any()):
+            raise ValueError(NAN_LOGITS)
+        return logits
+
+
+def _known(callback: Any) -> bool:
+    """Returns whether a logits processor or stopping criterion is one of transformers."""
+    return type(callback).__module__.startswith("transformers.")
 
 
 def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
@@ -167,6 +182,11 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
     for prompt in prompts:
         target.check_length(len(prompt), new_tokens)
     start = perf_counter()
+    processors = [each if _known(each) else CheckedProcessor(each) for each in arguments.processors]
+    criteria = [each if _known(each) else CheckedCriterion(each) for each in arguments.criteria]
+    if not request.to_probs.greedy:
+        processors.append(Drawable(request.to_probs.nan_error(False), beams))
+    with_nan = any(type(each) is InfNanRemoveLogitsProcessor for each in request.processors)
     with engine.generation(), seeded(seed, target.device):
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts])
@@ -177,11 +197,11 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
             GenerateBeamDecoderOnlyOutput,
             cast(Any, with_own_forward(without_settings(target.model))).generate(
                 arguments.input_ids, attention_mask=arguments.attention_mask,
-                generation_config=arguments.config, logits_processor=arguments.processors,
-                stopping_criteria=arguments.criteria,
+                generation_config=arguments.config, logits_processor=LogitsProcessorList(processors),
+                stopping_criteria=StoppingCriteriaList(criteria),
                 prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n, target.vocab_size),
                 **{
-                    CACHE: BeamTree(slots, beams, progress),
+                    CACHE: BeamTree(slots, beams, progress, with_nan),
                     **arguments.options, **settings, "num_beams": beams, "num_return_sequences": count,
                     "return_dict_in_generate": True,
                 },

@@ -98,6 +98,16 @@ def ending_of(
     return Ending(most, stop_tokens, _any(stops) if stops else None)
 
 
+class CheckedCriterion(StoppingCriteria):
+    """A stopping criterion that is checked by :func:`answer_of`, for a list by transformers."""
+
+    def __init__(self, criterion: Any) -> None:
+        self._own = criterion
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return answer_of(self._own, input_ids, scores, **kwargs)
+
+
 def answer_of(criterion: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
     """Returns bool ``[B]``: which of B sequences a stopping criterion ends.
 

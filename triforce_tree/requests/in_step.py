@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import (
     InfNanRemoveLogitsProcessor,
-    LogitsProcessor,
     MaxLengthCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -31,7 +30,7 @@ from triforce_tree.requests.request import Request
 from triforce_tree.requests.scores import EmittedScores
 from triforce_tree.runtime import distributed
 from triforce_tree.text.vocabulary import Vocabulary
-from triforce_tree.verify.checked_processors import CheckedProcessors
+from triforce_tree.verify.checked_processors import CheckedProcessors, Drawable
 
 
 def decode_in_step(
@@ -55,7 +54,7 @@ def decode_in_step(
             0, GrammarProcessor([each.matcher for each in sequences], request.input_ids.shape[1])
         )
     if not request.to_probs.greedy:
-        processors.append(_Drawable(request.to_probs.nan_error(request.masked)))
+        processors.append(Drawable(request.to_probs.nan_error(request.masked)))
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
     followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)
@@ -141,18 +140,6 @@ class _Forward(OwnForward):
     def append(self, tokens: Sequences[int]) -> None:
         """Appends the newest tokens. All ranks append those of rank 0."""
         self._passes.append(distributed.broadcast_object(list(tokens)))
-
-
-class _Drawable(LogitsProcessor):
-    """Raises a ValueError with this message where no token can be drawn from the scores of all processors."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __call__(self, input_ids: Any, scores: Tensor) -> Any:
-        if not scores.amax(-1).isfinite().all():
-            raise ValueError(self._message)
-        return scores
 
 
 class _Followed(StoppingCriteriaList):

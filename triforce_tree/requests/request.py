@@ -365,10 +365,10 @@ def renumbered(allowed: Allowed, number: Callable[[int], int], vocabulary: int) 
         except (TypeError, ValueError, RuntimeError):
             tokens = torch.empty(0, 0)
         known = tokens.dtype is torch.bool or ((-vocabulary <= tokens) & (tokens < vocabulary)).all()
-        if tokens.dim() != 1 or not known:
+        if tokens.dim() != 1 or not len(tokens) or not known:
             raise ValueError(
-                f"prefix_allowed_tokens_fn returned {shortened(found)}; return a list of "
-                f"token ids below {vocabulary}"
+                f"prefix_allowed_tokens_fn returned {shortened(found)}; return a list of at "
+                f"least one token id below {vocabulary}"
             )
         return found
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 
 class CheckedProcessors(LogitsProcessorList):
@@ -28,13 +27,39 @@ class CheckedProcessors(LogitsProcessorList):
         return scores
 
 
+class CheckedProcessor(LogitsProcessor):
+    """A logits processor that is checked as in :class:`CheckedProcessors`, for a list by transformers."""
+
+    def __init__(self, processor: Any) -> None:
+        self._own = CheckedProcessors([processor])
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        return self._own(input_ids, scores)
+
+
+class Drawable(LogitsProcessor):
+    """Raises an error where no token can be drawn from the scores of all processors before it.
+
+    Args:
+        message: the message of the ValueError.
+        rows: the number of consecutive rows of the scores from which tokens are drawn together.
+    """
+
+    def __init__(self, message: str, rows: int = 1) -> None:
+        self._message, self._rows = message, rows
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if not scores.amax(-1).view(-1, self._rows).amax(-1).isfinite().all():
+            raise ValueError(self._message)
+        return scores
+
+
 def _are_scores(made: Any, scores: Tensor) -> bool:
     return (
         isinstance(made, Tensor)
         and made.shape == scores.shape
         and made.device == scores.device
-        and made.dtype is not torch.bool
-        and not made.is_complex()
+        and made.is_floating_point()
     )
 
 
