@@ -243,9 +243,16 @@ def test_dynamic_quantisation_is_named() -> None:
 
 def test_weights_without_data_are_refused() -> None:
     with torch.device("meta"):
-        empty = build("LlamaConfig", "LlamaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1)
+        empty = type(tiny("llama"))(tiny("llama").config)
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has weights without data"):
         HFModel(empty)
+    for name, weight in tiny("llama").state_dict().items():
+        module, _, own = name.rpartition(".")
+        setattr(empty.get_submodule(module), own, torch.nn.Parameter(weight))
+    with pytest.raises(
+        UnsupportedModelError, match=r"has buffers without data \(model\.rotary_emb\.inv_freq"
+    ):
+        triforce_tree.load(empty)
     part = tiny("llama")
     part.lm_head.to("meta")
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has weights without data"):

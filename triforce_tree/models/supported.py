@@ -158,6 +158,8 @@ def _placement(model: nn.Module) -> str | None:
         )
     if "meta" in devices:
         return "has weights without data (meta tensors); load it with its weights"
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        return f"has buffers without data ({empty[0]} is a meta tensor); load it by from_pretrained"
     if len(devices) > 1:
         return f"has weights on {', '.join(sorted(devices))}, but a level runs on one device; move it to one"
     return None
