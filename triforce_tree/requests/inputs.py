@@ -195,6 +195,9 @@ def _sequences(given: Any, what: str) -> list[Any]:
     if isinstance(given, (Tensor, np.ndarray)):
         if given.ndim not in (1, 2):
             raise ValueError(f"{what} has shape {list(given.shape)}; give [L], or [B, L] for a batch")
+        if isinstance(given, Tensor) and (given.is_meta or given.layout != torch.strided):
+            kind = f"{given.layout} on {given.device}"
+            raise ValueError(f"{what} is a tensor of another kind ({kind}); give a dense one with data")
         return list(given) if given.ndim == 2 else [given]
     if not isinstance(given, (list, tuple, range)):
         raise ValueError(f"{what} is of type {type(given).__name__}; {_FORMS}")

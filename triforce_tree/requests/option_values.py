@@ -164,6 +164,8 @@ def _stop_strings(name: str, value: Any) -> list[str]:
 def _callables(name: str, value: Any) -> list[Any]:
     entries = list(value) if isinstance(value, list | tuple) else [value]
     for each in entries:
+        if isinstance(each, type):
+            raise ValueError(f"{name} holds the class {each.__name__}; give an object, {each.__name__}(...)")
         if not callable(each):
             raise ValueError(f"{name} holds {each!r}, which cannot be called; see transformers' {name}")
     return entries

@@ -84,10 +84,11 @@ class Streamers:
                 "give a list with one for each, or none"
             )
         for each in self._streamers:
-            if not (callable(getattr(each, "put", None)) and callable(getattr(each, "end", None))):
+            methods = [callable(getattr(each, name, None)) for name in ("put", "end")]
+            if isinstance(each, type) or not all(methods):
                 raise ValueError(
-                    f"streamer={each!r} has no methods put and end; give one of transformers, such as "
-                    "TextStreamer(tokenizer)"
+                    f"streamer={each!r} is no object with methods put and end; give one of transformers, "
+                    "such as TextStreamer(tokenizer)"
                 )
 
     def alone(self, number: int) -> "Streamers":

@@ -10,8 +10,11 @@ from transformers import (
     BatchEncoding,
     GenerationConfig,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
+    TextStreamer,
+    TopKLogitsWarper,
 )
 
 from tests.support.models.api_cases import EXPECTED, PROMPT, TARGET, characters, new, small_engine, text_of
@@ -123,6 +126,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bools": ({"inputs": [True, False]}, "must be integers, not bool"),
     "bool tensor": ({"inputs": torch.ones(1, 3, dtype=torch.bool)}, "bool of shape"),
     "float array": ({"inputs": np.ones(3)}, "float64 of shape"),
+    "tensor without data": (
+        {"inputs": torch.ones(1, 3, dtype=torch.int64, device="meta")},
+        "strided on meta",
+    ),
+    "sparse tensor": (
+        {"inputs": torch.ones(1, 3, dtype=torch.int64).to_sparse()},
+        "another kind .*sparse_coo",
+    ),
     "text and ids": ({"inputs": ["a", 1]}, "mixes text with int"),
     "rows and numbers": ({"inputs": [[1, 2], 3]}, "mixes rows and single numbers"),
     "no rows": ({"inputs": []}, "prompt is empty"),
@@ -154,10 +165,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "config of another kind": ({**ROW, "generation_config": "fast"}, "generation_config is of type str"),
     "unknown key of a dict": ({**ROW, "generation_config": {"temprature": 1}}, "did you mean temperature"),
     "criterion": ({**ROW, "stopping_criteria": ["x"]}, "stopping_criteria holds 'x', which cannot be called"),
+    "class of a processor": (
+        {**ROW, "logits_processor": [TopKLogitsWarper]},
+        r"the class TopKLogitsWarper; give an object, TopKLogitsWarper\(",
+    ),
+    "class of a criterion": (
+        {**ROW, "stopping_criteria": MaxTimeCriteria},
+        "holds the class MaxTimeCriteria",
+    ),
     "processor": ({**ROW, "logits_processor": 3}, "logits_processor holds 3, which cannot be called"),
     "text for an end": ({**ROW, "eos_token_id": "</s>"}, "eos_token_id='</s>' must be a token id or a list"),
     "texts for ends": ({**ROW, "eos_token_id": [2, "</s>"]}, r"convert_tokens_to_ids\('</s>'\) tells it"),
-    "streamer": ({**ROW, "streamer": "x"}, "streamer='x' has no methods put and end; give one"),
+    "streamer": ({**ROW, "streamer": "x"}, "streamer='x' is no object with methods put and end; give one"),
+    "class of a streamer": ({**ROW, "streamer": TextStreamer}, "TextStreamer'> is no object with methods"),
     "empty stop string": ({**ROW, "stop_strings": [""]}, "stop_strings holds ''; give strings"),
     "stop string of another kind": ({**ROW, "stop_strings": [b"x"]}, "stop_strings holds b'x'"),
 }
