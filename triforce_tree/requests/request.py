@@ -333,7 +333,7 @@ class Arguments:
         def other(
             prompt: list[int], options: Mapping[str, Any], new_tokens: int, seed: int | None
         ) -> Sequence:
-            key = _as_text(options, vars(target.model.generation_config))
+            key = _as_text(options, vars(target.settings))
             if (alike := known.get(key)) is not None:
                 check_tokens([prompt], target.vocab_size)
                 ending = replace(alike.ending, max_new_tokens=checked("max_new_tokens", new_tokens))
