@@ -22,7 +22,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pac
 from triforce_tree.kernels.attention.prefixes import PrefixPlan
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
-from triforce_tree.kernels.exchange import experts_kernels
+from triforce_tree.kernels.exchange import experts_kernels, link_kernels
 from triforce_tree.kernels.linear import experts_kernels as linear_experts
 from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear.configs import choose, counters_for, row_block
@@ -72,6 +72,8 @@ def variants(device: Device) -> Iterator[Variant]:
     """Yields all variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from _linears(device)
+    if device.ptx:
+        yield from _link()
     for always in (_attention_over_any_cache, _exact, _kv_slots, _trees, _exchange, _experts, _layers):
         yield from always()
 
@@ -370,6 +372,13 @@ def _exchange() -> Iterator[Variant]:
     yield from every(name, _fetch, dims=dims, chunk=(8, 64), where=("the host", "both memories"))
     words = _int32(4096)
     yield Variant("words from the host", partial(exchange_kernels.fetch_words, words, words.clone()))
+
+
+def _link() -> Iterator[Variant]:
+    yield Variant("the beginning of a transfer", partial(link_kernels.begin_transfer, _ints(1)))
+    for name, count in (("one part", None), ("counted parts", _int32(8))):
+        call = partial(link_kernels.end_transfer, _ints(2), _ints(1), count, 1 << 26, 25_000)
+        yield Variant(f"the end of a transfer of {name}", call)
 
 
 def _exchange_chunks(slots: int) -> None:

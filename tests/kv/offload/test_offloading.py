@@ -16,6 +16,8 @@ from triforce_tree.cli.entry import main
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding import hierarchy
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kernels.exchange import link
+from triforce_tree.kernels.exchange.link import Link
 from triforce_tree.kv.offload import pinned
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.planning import machine, memory_plan
@@ -32,6 +34,18 @@ def test_greedy_tokens_are_the_targets() -> None:
     assert out.memory["offloaded"]
     assert out.memory["levels"] == 3
     assert sum(allocated) > 0
+
+
+def test_a_slower_link_carries_every_byte_and_changes_no_token() -> None:
+    with link.limited(Link(torch.device("cpu"), 1e12)) as slow:
+        own = engine(host_attention=False)
+        out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    program = own._hierarchy.last_program
+    assert program is not None
+    streamed = program.cache.backend.cache.host.ring.bytes
+    # Beside the pieces of passes: the prompt on its way to the host, and chunks.
+    assert slow.carried[0] > streamed > 0
 
 
 def test_the_next_generation_reuses_the_memory() -> None:

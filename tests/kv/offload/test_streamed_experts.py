@@ -20,6 +20,8 @@ from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import exchange
+from triforce_tree.kernels.exchange import link
+from triforce_tree.kernels.exchange.link import Link
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.weights import streamed_experts
@@ -139,6 +141,16 @@ def test_only_experts_that_tokens_are_routed_to_are_copied(levels: int) -> None:
     assert count < sum(len(wanted) for _, wanted in routing.calls) < layers * passes * EXPERTS
     # A prefill by layers copies no expert of a layer twice.
     assert prefill_and_passes - count <= layers * EXPERTS
+
+
+def test_a_slower_link_carries_the_experts_that_are_copied() -> None:
+    weights = streamed(linears=False).streamed
+    before = weights.copied
+    with link.limited(Link(torch.device("cpu"), 1e12)) as slow:
+        for ids in ([0, 3], [3], [1, 2, 3]):
+            weights.experts._fetch(1, torch.tensor(ids))
+            assert slow.carried == (weights.copied - before, 0)
+    assert slow.carried[0] > 0
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.exchange import link
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 
@@ -14,9 +15,23 @@ _PROBE, _PIECE = 256 << 20, 64 << 20
 _REPEATS = 3
 
 
-@cache
 def bandwidths(device: torch.device) -> tuple[float, float]:
-    """Returns the bytes per second of copies from page-locked memory, and of reads of device memory."""
+    """Returns the bytes per second of copies from page-locked memory, and of reads of device memory.
+
+    They are measured once per process, or those of a link that emulates another card.
+    """
+    if (emulated := link.current()) is None:
+        return _measured(device)
+    return emulated.rate, emulated.read or read_bandwidth(device)
+
+
+@cache
+def _measured(device: torch.device) -> tuple[float, float]:
+    return copy_bandwidth(device), read_bandwidth(device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes per second of copies from page-locked memory, measured now."""
     on_gpu = device.type == "cuda"
     size, piece = (_PROBE, _PIECE) if on_gpu else (_PROBE >> 4, _PIECE >> 4)
     memory = HostMemory(locked=on_gpu)
@@ -34,7 +49,7 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
         del host, stream
     finally:
         memory.release()
-    return host_to_device, read_bandwidth(device)
+    return host_to_device
 
 
 @cache

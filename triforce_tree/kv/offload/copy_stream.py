@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.exchange import link
+
 
 class CopyStream:
     """A CUDA stream for copies.
@@ -26,13 +28,11 @@ class CopyStream:
 
     def copy(self, target: Tensor, source: Tensor) -> "CopyEvent":
         """Copies after all work queued on the current stream so far; returns the event of its end."""
-        if self.stream is None:
-            target.copy_(source)
-            return CopyEvent(None)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.as_current():
-            target.copy_(source, non_blocking=True)
-            if source.is_cuda:
+            copy_over_link(target, source)
+            if self.stream is not None and source.is_cuda:
                 source.record_stream(self.stream)
             return self.record_event()
 
@@ -73,6 +73,13 @@ class CopyStream:
         """Waits on the host for all copies issued so far."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+def copy_over_link(target: Tensor, source: Tensor) -> None:
+    """Copies between host and device on the current stream, without waiting for it."""
+    begun = link.begin()
+    target.copy_(source, non_blocking=True)
+    link.end(begun, source.nbytes, to_host=source.is_cuda)
 
 
 @cache
@@ -156,7 +163,7 @@ class BufferRing:
         if stream is not None:
             stream.wait_event(self._free[slot])
         with self.copy_stream.as_current():
-            target.copy_(piece, non_blocking=True)
+            copy_over_link(target, piece)
         if stream is not None:
             self._ready[slot].record(stream)
         self.bytes += piece.nbytes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
+from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream, copy_over_link
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.trees.device_shapes import unit_slots
 
@@ -273,7 +273,7 @@ class HostStore:
         if resident.data_ptr() != out.data_ptr():
             out[: resident.shape[0]] = resident
         on_host = self.on_host[layer][b][: out.shape[0] - resident.shape[0]]
-        out[resident.shape[0] :].copy_(on_host, non_blocking=True)
+        copy_over_link(out[resident.shape[0] :], on_host)
 
     def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
         """Returns ``[stop - start, row]`` of slots ``[start, stop)``, on the device."""
@@ -284,7 +284,8 @@ class HostStore:
             parts.append(self.on_device[layer][b][start : min(stop, resident)])
         if stop > resident:
             others = self.on_host[layer][b][max(start, resident) - resident : stop - resident]
-            parts.append(others.to(self.device, non_blocking=True))
+            parts.append(torch.empty_like(others, device=self.device))
+            copy_over_link(parts[-1], others)
         return torch.cat(parts)
 
     def close(self) -> None:

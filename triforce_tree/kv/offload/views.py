@@ -20,6 +20,7 @@ from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.cpu.offload_attention import State
+from triforce_tree.kernels.exchange import link
 from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
@@ -309,10 +310,15 @@ class GatheredRetrievalView(OffloadedView):
             self._clock_hand[layer], self._copies, copied,
         )  # fmt: skip
         for b in range(host.batch):
+            on_device, begun = host.on_device[layer][b], link.begin()
             exchange.fetch_chunks(
-                keys[b], values[b], host.on_device[layer][b], host.on_host[layer][b],
-                self._copies[b], copied[b], self.chunk,
-            )  # fmt: skip
+                keys[b], values[b], on_device, host.on_host[layer][b], self._copies[b], copied[b], self.chunk
+            )
+            if begun is not None:
+                there = torch.arange(count, device=q.device) < copied[b][:, None]
+                crossing = there & (self._copies[b, :, 1] * self.chunk >= len(on_device))
+                size = self.chunk * host.slot_bytes // host.heads.kv
+                link.end(begun, size, crossing.sum(dtype=torch.int32))
 
     def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """See :class:`RetrievalView`."""

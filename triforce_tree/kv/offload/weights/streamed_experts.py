@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kernels import exchange
+from triforce_tree.kernels.exchange import link
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.models.experts.modules import (
     distinct,
@@ -230,8 +231,10 @@ class StreamedExperts:
         ids = slots.every if ids is None else ids
         try:
             exchange.choose_experts(ids, slots.held, slots.moves, slots.count, slots.fetched, number)
+            begun = link.begin()
             for slot, host in zip(slots.weights, self._host[number], strict=True):
                 exchange.fetch_experts(_words(slot), _words(host), slots.moves, slots.count)
+            link.end(begun, self._kinds[number].expert_bytes, slots.count)
         except BaseException:
             # The copies that were listed may be incomplete.
             slots.held.fill_(-1)
