@@ -43,6 +43,13 @@ layer writes. c² is taken out of ε: ε' D + c² = ε d, so that the norms are 
 zero in all norm weights but the last one's, which is ``GAIN``; there lm_head has zeros in its first v rows
 and a large negative number in the others. c and these numbers are powers of two, exact in bf16.
 
+Experts: where the shape has E experts of which k are a token's, the new model is a Mixtral. The small MLP's
+neurons are cut into k parts, and expert i holds part i mod k, its down projection times k. The router's rows
+are the same for the k experts from a multiple of k on, so that a token's experts are k neighbours with a
+weight of 1/k each: the sum is the small MLP's output, and which of the E/k groups it is depends on the token.
+Passes over several tokens read as many experts as with independent choices, if the groups are as likely.
+Torch's top-k takes the first experts of those that are equal, so that two groups never mix on a GPU.
+
 Rounding: all but the norm weights, and the queries where heads grow, are copied bit for bit. sqrt(d/D) is
 in general no power of two, so a norm weight in bf16 is rounded once more. The embedded target's logits in
 bf16 are 0.77% (of their standard deviation, root mean square) off its fp32 ones; inflated to hidden size
@@ -55,8 +62,10 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -64,7 +73,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from scripts.inflate.heads import HeadPlaces
 from scripts.inflate.shapes import SHAPES, Shape
@@ -73,9 +83,16 @@ from triforce_tree.models.few_row import quantisation
 
 __all__ = ["SHAPES", "Shape", "inflate", "inflate_pair", "inflate_two"]
 
+Inflated: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
+
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
 # See "Vocabulary" above.
 _SHIFT, GAIN = 2.0**22, 2.0**4
+# Of a configuration that becomes a Mixtral's.
+_KEPT = {
+    "max_position_embeddings", "rms_norm_eps", "rope_parameters", "initializer_range", "hidden_act",
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",
+}  # fmt: skip
 # What decides on the tokens that a layer attends to, and their values.
 _ATTENDING = ("input_layernorm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -86,7 +103,7 @@ def inflate(
     shape: str | Shape,
     device: str | torch.device | None = None,
     seed: int = 0,
-) -> LlamaForCausalLM:
+) -> Inflated:
     """Returns a model of another shape that computes the same function, built in place on the device.
 
     Peak memory is the new model and one small matrix.
@@ -109,7 +126,7 @@ def inflate(
     heads = _fit(Shape.of(small.config), shape)
     config = _config(small.config, shape)
     with torch.device("meta"):
-        big: LlamaForCausalLM = AutoModelForCausalLM.from_config(
+        big: Inflated = AutoModelForCausalLM.from_config(
             config, dtype=small.dtype, attn_implementation=small.config._attn_implementation
         )
     device = torch.device(device or small.device)
@@ -117,7 +134,7 @@ def inflate(
     big.tie_weights()
     with torch.device(device):
         # Its frequencies are not in the state dict, and to_empty() does not keep them.
-        big.model.rotary_emb = LlamaRotaryEmbedding(config=config)
+        big.model.rotary_emb = type(big.model.rotary_emb)(config=config)
     heads.check_frequencies(small, big)
     _fill(big, small.config.hidden_size, torch.Generator(device).manual_seed(seed))
     _copy(small, big, heads)
@@ -134,7 +151,7 @@ def inflate_two(
     shape: str | Shape,
     draft_shape: str | Shape = "llama-68m",
     seed: int = 0,
-) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+) -> tuple[Inflated, Inflated]:
     """Returns a target and its draft, inflated; the draft's vocabulary is that of the target's shape.
 
     Raises:
@@ -151,7 +168,7 @@ def inflate_pair(
     dtype: torch.dtype | str | None = None,
     draft_shape: str | Shape = "llama-68m",
     seed: int = 0,
-) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
+) -> tuple[Inflated, Inflated, PreTrainedTokenizerBase]:
     """Returns the embedded pair at real size, with the vocabulary of the target's shape: (target, draft,
     tokenizer).
 
@@ -186,11 +203,17 @@ def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
 
 def _fit(small: Shape, big: Shape) -> HeadPlaces:
     """Returns the places of the small model's heads; raises ValueError if it does not fit into the shape."""
+    if big.active and small.mlp % big.active:
+        raise ValueError(
+            f"active={big.active} experts cannot share the model's {small.mlp} neurons evenly; choose a "
+            "divisor of these"
+        )
+    least = replace(small, mlp=small.mlp // max(1, big.active))
     for field in ("hidden", "layers", "heads", "mlp"):
-        if getattr(big, field) < getattr(small, field):
+        if getattr(big, field) < getattr(least, field):
             raise ValueError(
                 f"{field}={getattr(big, field)} of the shape is less than the model's "
-                f"{getattr(small, field)}; choose a shape with at least as many, or a smaller model"
+                f"{getattr(least, field)}; choose a shape with at least as many, or a smaller model"
             )
     if big.hidden % big.heads:
         # transformers neither saves nor loads such a configuration, even with head_dim given.
@@ -226,8 +249,12 @@ def _fit_vocabulary(small: Shape, big: Shape) -> None:
         )
 
 
-def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig:
-    config = copy.deepcopy(small)
+def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig | MixtralConfig:
+    config: LlamaConfig | MixtralConfig = copy.deepcopy(small)
+    if shape.experts:
+        kept = {name: value for name, value in small.to_dict().items() if name in _KEPT}
+        config = MixtralConfig(**kept, num_local_experts=shape.experts, num_experts_per_tok=shape.active)
+        config._attn_implementation = small._attn_implementation
     config.hidden_size = shape.hidden
     config.num_hidden_layers = shape.layers
     config.num_attention_heads = shape.heads
@@ -257,21 +284,24 @@ def constant_of(small: LlamaConfig) -> float:
     return 2.0 ** math.floor(math.log2(half) / 2)
 
 
-def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) -> None:
+def _fill(big: Inflated, small_hidden: int, generator: torch.Generator) -> None:
     """Fills all weights: zeros in those that write into the residual stream, random values elsewhere."""
     spread = big.config.initializer_range
     # Of a vector whose other entries are zero, RMSNorm makes the d entries sqrt(D/d) larger than usual.
     norm_mean = math.sqrt(small_hidden / big.config.hidden_size)
     for name, weight in big.named_parameters():
-        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")):
             weight.zero_()
         elif weight.dim() == 1:
             weight.normal_(norm_mean, _NORM_SPREAD * norm_mean, generator=generator)
         else:
             weight.normal_(0.0, spread, generator=generator)
+            if name.endswith(".mlp.gate.weight"):
+                groups = weight.unflatten(0, (-1, big.config.num_experts_per_tok))
+                groups.copy_(groups[:, :1].expand_as(groups))
 
 
-def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> None:
+def _copy(small: LlamaForCausalLM, big: Inflated, heads: HeadPlaces) -> None:
     """Copies the small model's weights to their places; see the table above."""
     config, targets = small.config, big.state_dict()
     places = layer_places(config.num_hidden_layers, big.config.num_hidden_layers)
@@ -279,14 +309,35 @@ def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> 
         if weight.dim() == 1:
             # In double precision, so that the product is rounded once.
             weight = weight.double() * math.sqrt(config.hidden_size / big.config.hidden_size)
-        for target in (targets[place] for place in _names(name, places)):
+        for place in _names(name, places):
+            if ".mlp." in name and isinstance(big, MixtralForCausalLM):
+                _copy_to_experts(weight, place, targets, big.config)
+                continue
+            target = targets[place]
             if ".self_attn." in name:
                 heads.copy(name, weight, target)
             else:
                 target[tuple(map(slice, weight.shape))].copy_(weight)
 
 
-def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
+def _copy_to_experts(weight: Tensor, place: str, targets: dict[str, Tensor], config: MixtralConfig) -> None:
+    """Copies a projection of the small MLP to the experts of a layer, to each its part of the neurons.
+
+    Args:
+        place: name of the projection in a layer without experts.
+    """
+    layer, _, name = place.removesuffix("_proj.weight").rpartition(".")
+    active, width = config.num_experts_per_tok, config.intermediate_size
+    down = name == "down"
+    # [E / k, k, rows, columns] of all experts, [k, rows, columns] of the small MLP's parts.
+    experts = targets[f"{layer}.experts.{'down' if down else 'gate_up'}_proj"].unflatten(0, (-1, active))
+    parts = weight.unflatten(int(down), (active, -1))
+    parts = active * parts.transpose(0, 1) if down else parts
+    first = width if name == "up" else 0
+    experts[:, :, first : first + parts.shape[1], : parts.shape[2]] = parts
+
+
+def _append_entries(small: LlamaForCausalLM, big: Inflated) -> None:
     """Entries of the vocabulary after the small model's, and dimension d of the residual stream.
 
     Raises:

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import triforce_tree
 from scripts.inflate.pair import SHAPES, Shape, inflate, inflate_pair
@@ -22,6 +28,8 @@ CASES = {
     "heads only": ("llama", "36x2x6/6x8x64"),
     "neurons only": ("llama", "32x2x4/4x8x100"),
     "all": ("llama", "96x5x6/6x8x100"),
+    "experts": ("llama", "96x5x6/6x8x100-e6/2"),
+    "experts narrower than the MLP": ("llama-gqa", "96x5x12/4x8x20-e16/4"),
     "MHA in GQA": ("llama", "96x5x12/4x8x100"),
     "MHA in wider GQA": ("llama", "80x5x20/5x8x100"),
     "GQA in GQA": ("llama-gqa", "90x5x9/3x8x100"),
@@ -227,7 +235,7 @@ def test_named_shapes_have_the_originals_sizes() -> None:
         assert model.num_parameters() == shape.parameters(64)
 
 
-def inflate_config(shape: Shape) -> LlamaForCausalLM:
+def inflate_config(shape: Shape) -> LlamaForCausalLM | MixtralForCausalLM:
     """Returns a model of the shape, made by transformers."""
     config = tiny("llama").config
     config.update(
@@ -240,4 +248,7 @@ def inflate_config(shape: Shape) -> LlamaForCausalLM:
             "intermediate_size": shape.mlp,
         }
     )
+    if shape.experts:
+        sizes = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active}
+        return MixtralForCausalLM(MixtralConfig(**config.to_diff_dict() | {"model_type": "mixtral"} | sizes))
     return LlamaForCausalLM(config)

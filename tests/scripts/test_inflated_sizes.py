@@ -130,9 +130,13 @@ def test_low_logits_do_not_hide_wrong_ones(both: Any) -> None:
 
 def test_named_shapes_have_the_originals_vocabulary() -> None:
     assert {name: shape.vocabulary for name, shape in SHAPES.items()} == {
-        "llama-2-7b": 32_000, "llama-3.1-8b": 128_256, "llama-2-13b": 32_000, "llama-68m": 32_000
+        "llama-2-7b": 32_000, "llama-3.1-8b": 128_256, "llama-2-13b": 32_000, "qwen3-30b-a3b": 151_936,
+        "llama-68m": 32_000,
     }  # fmt: skip
     assert Shape.parse("96x5x6/6x8x100-v200-tied") == Shape(96, 5, 6, 6, 8, 100, True, 200)
+    assert Shape.parse("96x5x6/6x8x20-e16/4-v200") == Shape(96, 5, 6, 6, 8, 20, False, 200, 16, 4)
+    assert str(SHAPES["qwen3-30b-a3b"]) == "2048x48x32/4x128x768-e128/8-v151936"
+    assert SHAPES["qwen3-30b-a3b"].parameters(151_936) == pytest.approx(30.5e9, rel=0.01)
 
 
 def test_an_inflated_pair_has_the_vocabulary_of_its_shape() -> None:
