@@ -68,6 +68,11 @@ BENCHMARKS = {
         "trained drafters beside the small draft, by context and kind of text: docs/trained_drafters.md",
         "drafters_{machine}.jsonl",
     ),
+    "cards": Benchmark(
+        "benchmarks.emulated.run",
+        "decoding as on a consumer card, which a larger GPU emulates: docs/kernel_devices.md",
+        "cards_{machine}.jsonl",
+    ),
     "split": Benchmark(
         "benchmarks.cards.split",
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",

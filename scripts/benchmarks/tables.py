@@ -15,6 +15,7 @@ from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table
 from scripts.benchmarks.common.results import ROOT, content_at
 from scripts.benchmarks.drafters import tables as drafters
+from scripts.benchmarks.emulated import tables as emulated
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.peers import tables as peers
 from scripts.benchmarks.registry import BENCHMARKS
@@ -73,7 +74,7 @@ TABLES = {
     "files": Table(texts.ANY_TEXT, files, texts.COMMAND),
     **attention.TABLES, **models_table.TABLES, **texts.TABLES,
     **requests.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES, **peers.TABLES,
-    **front.TABLES,
+    **emulated.TABLES, **front.TABLES,
 }  # fmt: skip
 
 

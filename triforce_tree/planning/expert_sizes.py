@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import distinct, expert_modules, experts_per_token, fused_weights
 
 
@@ -27,20 +28,21 @@ class ExpertSizes:
 
     @classmethod
     def of(cls, model: nn.Module, text_config: Any) -> "ExpertSizes | None":
-        """Returns the expert sizes of a model, or None without fused experts. All layers are assumed to be
-        alike.
+        """Returns the expert sizes of a model, or None without fused experts, in 16 bits or fewer. All layers
+        are assumed to be alike.
         """
-        modules = expert_modules(model)
+        low_bit = [module for module in model.modules() if isinstance(module, LowBitExperts)]
+        modules = expert_modules(model) or low_bit
         if not modules:
             return None
-        weights = [weight for module in modules for weight in fused_weights(module)]
-        count = weights[0].shape[0]
-        size = sum(weight.numel() * weight.element_size() for weight in weights)
+        stored = list(low_bit[0].buffers()) if low_bit else fused_weights(modules[0])
+        count = stored[0].shape[0]
         per_token = min(count, experts_per_token(text_config) or count)
-        elements = weights[0][0].numel() + weights[1][0].numel()
-        # Gate, up and down have a row or column of the hidden size for each inner element.
-        width = text_config.hidden_size + elements // text_config.hidden_size // 3
-        return cls(len(modules), count, per_token, size // (len(modules) * count), width)
+        # The last product has a row of the hidden size for each inner element.
+        last = low_bit[0].inner if low_bit else stored[-1][0].numel() // text_config.hidden_size
+        width = text_config.hidden_size + last
+        size = sum(weight.numel() * weight.element_size() for weight in stored)
+        return cls(len(modules), count, per_token, size // count, width)
 
     @property
     def layer_bytes(self) -> int:

@@ -15,6 +15,7 @@ TINY_SHAPES = {
     "llama-2-7b": "512x6x4/4x128x1152-v4160",
     "llama-3.1-8b": "768x7x6/3x128x1152-v5001",
     "llama-2-13b": "512x7x4/4x128x1152-v4160",
+    "qwen3-30b-a3b": "512x6x4/4x128x576-e4/2-v4160",
 }
 TINY_DRAFT = "320x2x5/5x64x512"
 # What is changed in a hierarchy for tiny models.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
 import triforce_tree
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
@@ -28,6 +29,7 @@ from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.memory_size import bytes_of
+from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -49,6 +51,7 @@ class Grid:
         pairs: runs with each seed, each beside one of plain decoding, first one and then the other ahead, so
             that what else the machine does meets both alike; 0: plain decoding is measured once.
         options: of the engine, where they are not its defaults.
+        bits: of the target's linear layers and experts; 8 or 4 round them by our own format.
     """
 
     shape: str | None
@@ -61,6 +64,7 @@ class Grid:
     plain_tokens: int = 48
     pairs: int = 0
     options: Record = field(default_factory=dict)
+    bits: int = 16
 
     @property
     def offloads(self) -> bool:
@@ -101,7 +105,9 @@ class Grid:
         # Of the last shape: models are inflated on the device as a whole.
         bound_memory(device, 1 << 62)
         target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
-        engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(self.options))
+        model: PreTrainedModel = target if self.bits == 16 else low_bit_copy(target, self.bits)
+        del target
+        engine = triforce_tree.load(model, draft, tokenizer=tokenizer, **load_arguments(self.options))
         if "gpu_memory" in self.options:
             free_memory()
             bound_memory(device, bytes_of(self.options["gpu_memory"], "gpu_memory"))

@@ -117,17 +117,21 @@ class LowBitExperts(nn.Module):
         module: fused experts; biases and activation are shared, the weights are not kept.
         bits: 8 or 4.
         before: called with each weight before it is read.
+
+    Attributes:
+        inner: columns of the last product.
     """
 
     def __init__(self, module: nn.Module, bits: int, before: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.inner = bits, 0
         for name, weight in zip(("first", "last"), fused_weights(module), strict=True):
             if before is not None:
                 before(weight)
             own: Any = module
-            stored = weight.detach()
-            words, scales = quantise_experts(stored.transpose(1, 2) if own.is_transposed else stored, bits)
+            stored = weight.detach().transpose(1, 2) if own.is_transposed else weight.detach()
+            words, scales = quantise_experts(stored, bits)
+            self.inner = stored.shape[2]
             self.register_buffer(f"{name}_words", words)
             self.register_buffer(f"{name}_scales", scales)
         # Computes between the products; it is never called itself, so its hooks do not matter.
