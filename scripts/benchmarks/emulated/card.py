@@ -109,7 +109,7 @@ def sizes_of(shape: Shape, draft: Shape, bits: int, config: HierarchyConfig) -> 
         inner = shape.active * experts.width
     return Sizes(
         weights, 2 * (draft.parameters(entries) + cache), shape.layers, shape.heads, shape.kv_heads,
-        shape.head_dim, shape.hidden, inner, entries, experts=experts,
+        shape.head_dim, shape.hidden, inner, entries, experts=experts, kv_bits=config.kv_bits,
     )  # fmt: skip
 
 

@@ -22,6 +22,9 @@ def _others(row: Record) -> str:
 
 
 def _chosen(row: Record) -> str:
+    """Returns what the plan has chosen; without offloading that depends on measured times."""
+    if not row["plan"]["offloaded"]:
+        return ""
     options = row["plan"]["options"]
     return ", ".join(f"{name} {options[name]}" for name in ("budget", "chunk", "gamma"))
 
