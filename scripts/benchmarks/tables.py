@@ -83,9 +83,8 @@ def text_of(name: str) -> str:
     if name not in TABLES:
         raise SystemExit(f"unknown table {name!r}; known: {', '.join(TABLES)}")
     shown = TABLES[name]
-    if (content := held(shown.file)) is None:
-        return f"Not measured yet: `{shown.command}` writes `docs/results/{shown.file}`.\n"
-    return shown.make(content) or f"Not measured yet: `{shown.command}`.\n"
+    content = held(shown.file)
+    return (content and shown.make(content)) or f"Not measured yet: `{shown.command}`.\n"
 
 
 def filled(text: str) -> str:
