@@ -1,5 +1,6 @@
 """The benchmark of emulated cards: sizes and bounds, plans in the file, what a run measures."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def test_a_run_counts_what_the_link_carries(
     tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_host(monkeypatch)
+    before = os.environ.get("TRIFORCE_TREE_CACHE")
     monkeypatch.setattr(cards.Grid, "engine", lambda grid, *_: pair.load(**SMALL, **grid.options))
     monkeypatch.setattr(cards, "TINY_OPTIONS", {})
     hardware = cards.header(0)["hardware"]
@@ -109,6 +111,7 @@ def test_a_run_counts_what_the_link_carries(
     assert cards.main(words) == 0, "nothing is missing"
     assert content_at(tmp_path / "cards_cpu.jsonl")["rows"] == [row]
     assert row["plan"]["offloaded"]
+    assert os.environ.get("TRIFORCE_TREE_CACHE") == before
     # A plain token streams all keys and values that have left the window, two layers of 128 bytes a slot.
     least = 128 * 2 * 2 * (256 - SMALL["recent"] - 128) / CARD.link
     assert row["link_ms_per_token"]["plain"] >= 1e3 * least

@@ -14,10 +14,14 @@ other library; no option of ``load`` does so.
 """
 
 import json
+import os
 import statistics
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -230,6 +234,15 @@ def grids(args: Any, device: torch.device, sources: Sequence[Any]) -> Iterator[t
             yield grid, ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
 
 
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """Is a context with an empty cache folder: times of stages depend on the link and on the target's bits,
+    which the user's table of them does not know.
+    """
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {"TRIFORCE_TREE_CACHE": folder}):
+        yield
+
+
 def main(words: Sequence[str] | None = None) -> int:
     made = texts_parser("cards", __doc__, (122_880,))
     add = made.add_argument
@@ -253,6 +266,8 @@ def main(words: Sequence[str] | None = None) -> int:
         rate = copy_bandwidth(device)
         for grid, file in grids(args, device, sources):
             run = CardRun(grid, file, found, device, limit, args.seed, card=card, link=slow, rate=rate)
-            if not measure_grid(run, missing):
+            with own_cache():
+                complete = measure_grid(run, missing)
+            if not complete:
                 return 3
     return 0
