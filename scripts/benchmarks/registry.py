@@ -70,7 +70,7 @@ BENCHMARKS = {
     ),
     "cards": Benchmark(
         "benchmarks.emulated.run",
-        "decoding as on a consumer card, which a larger GPU emulates: docs/kernel_devices.md",
+        "decoding as on a consumer card, which a larger GPU emulates: docs/consumer_cards.md",
         "cards_{machine}.jsonl",
     ),
     "split": Benchmark(

@@ -1,4 +1,4 @@
-"""The tables of docs/kernel_devices.md about emulated cards: computed plans, and what was measured."""
+"""The tables of docs/consumer_cards.md about emulated cards: computed plans, and what was measured."""
 
 from collections.abc import Mapping, Sequence
 
