@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.runtime.locks import held
 from triforce_tree.runtime.token_ids import id_tensor
 
+if TYPE_CHECKING:
+    from triforce_tree.models.step_model import StepModel
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,6 +71,7 @@ class HFModel:
         states: shapes of the states of recurrent layers; None if there are none.
         layer_outputs: see ``Recorder.outputs``.
         codes: copies of its layers' code that are compiled, see ``with_own_code``.
+        host_step: see ``step_model``; None until it was made.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -93,6 +97,7 @@ class HFModel:
         self._running: PreTrainedModel | None = None
         self._kernel_layers: KernelLayers | None = None
         self._chunk_graphs: ChunkGraphs | None = None
+        self.host_step: StepModel | None = None
         self._scales_queries = self._shares_kv = self._by_kernels = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
@@ -105,7 +110,7 @@ class HFModel:
         """Finds out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self.parameter_bytes = parameter_bytes(self.model)
-        self._copy = self._kernel_layers = self._chunk_graphs = self.capturable = None
+        self._copy = self._kernel_layers = self._chunk_graphs = self.capturable = self.host_step = None
         self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
         try:
