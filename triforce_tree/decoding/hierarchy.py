@@ -4,7 +4,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -332,15 +332,17 @@ class Hierarchy:
             return None
         key = (self.config, len(lengths), frozenset(given), pool_slots)
         least, max_seq_len = min(lengths), self.rounded(max(lengths) + new_tokens)
-        plan = None
+        plan, outgrown = None, False
         if self._planned is not None and self._planned[0] == key and self.last_program is not None:
             last, held = self._planned[1], self.last_program.max_seq_len
-            serves = max(lengths) + new_tokens <= held <= 2 * max_seq_len
+            outgrown = held < max(lengths) + new_tokens
+            serves = not outgrown and held <= 2 * max_seq_len
             if serves and self.levels(least, max_seq_len, last.config) == last.levels:
                 plan = last if not self.last_program.cache.closed else None
         if plan is None:
             self.release()
-            plan = self._new_plan(given, Workload(len(lengths), max(lengths), new_tokens, pool_slots))
+            workload = Workload(len(lengths), max(lengths), new_tokens, pool_slots)
+            plan = self._new_plan(given, workload, outgrown)
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
@@ -349,8 +351,12 @@ class Hierarchy:
         # The cache of a shorter prompt is small, and stays on the device.
         return plan if least >= least_prompt(plan.config, levels, offloaded=True) else None
 
-    def _new_plan(self, given: Collection[str], workload: Workload) -> MemoryPlan:
-        """Measures the machine's free memory and returns a plan for it."""
+    def _new_plan(self, given: Collection[str], workload: Workload, outgrown: bool) -> MemoryPlan:
+        """Measures the machine's free memory and returns a plan for it.
+
+        Args:
+            outgrown: whether the last plan was for shorter texts, see :meth:`_outgrown`.
+        """
         target, config, max_seq_len = self.target, self.config, self.rounded(workload.max_seq_len)
         if config.levels == "auto" and self.levels(max_seq_len) == 2:
             config = replace(config, levels=2)
@@ -361,13 +367,22 @@ class Hierarchy:
         streamed = target.streamed.bytes if target.streamed is not None else 0
         machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
 
+        def up_to(tokens: int) -> MemoryPlan:
+            longer = replace(workload, new=tokens - workload.prompt)
+            return memory_plan.plan(sizes, machine, config, given, longer)
+
         def planned() -> MemoryPlan:
             # The plan is for sequences of the rounded length if they fit, else for those of the exact length.
-            longer = replace(workload, new=max_seq_len - workload.prompt)
             try:
-                return memory_plan.plan(sizes, machine, config, given, longer)
+                found = up_to(max_seq_len)
             except memory_plan.DoesNotFitError:
-                return memory_plan.plan(sizes, machine, config, given, workload)
+                return up_to(workload.max_seq_len)
+            if outgrown:
+                with suppress(memory_plan.DoesNotFitError):
+                    longer = up_to(self.rounded(max_seq_len, max_seq_len // 2))
+                    if longer.config == found.config and (longer.offload is None) == (found.offload is None):
+                        return longer
+            return found
 
         plan = planned()
         if host_attends(target, config.host_attention) and plan.offload is not None:

@@ -16,6 +16,7 @@ from triforce_tree.cli.entry import main
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding import hierarchy
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.engine import Engine
 from triforce_tree.kernels.exchange import link
 from triforce_tree.kernels.exchange.link import Link
 from triforce_tree.kv.offload import pinned
@@ -103,6 +104,39 @@ def test_a_spare_length_for_later_generations_is_given_up_first(monkeypatch: pyt
     # A second generation of this length needs no new plan.
     own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert len(planned) == 2
+
+
+def lengths_of_buffers(own: Engine, *prompts: list[int]) -> list[int]:
+    """Returns the most tokens of a sequence in the buffers after each of these requests."""
+    held = []
+    for prompt in prompts:
+        own.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert own.last_program is not None
+        held.append(own.last_program.max_seq_len)
+    return held
+
+
+def test_memory_that_a_text_outgrows_has_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "_MAX_SEQ_LEN_STEP", 64)
+    assert lengths_of_buffers(engine(), PROMPT, 2 * PROMPT, 3 * PROMPT) == [192, 512, 512]
+    assert lengths_of_buffers(engine(), 2 * PROMPT) == [320], "a first text may be the only one"
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_room_for_more_changes_no_setting(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for longer texts is not taken where it would have other settings."""
+    decide = memory_plan.plan
+
+    def plan(*args: Any) -> MemoryPlan:
+        if args[-1].max_seq_len <= 320:
+            return decide(*args)
+        if not fits:
+            raise DoesNotFitError("no room for more")
+        return replace(decide(*args), offload=None)
+
+    monkeypatch.setattr(hierarchy, "_MAX_SEQ_LEN_STEP", 64)
+    monkeypatch.setattr(memory_plan, "plan", plan)
+    assert lengths_of_buffers(engine(host_attention=False), PROMPT, 2 * PROMPT) == [192, 320]
 
 
 def test_plans_keep_to_the_users_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
