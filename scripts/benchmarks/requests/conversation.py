@@ -190,8 +190,10 @@ def measured(
             conversation(own, (next(firsts), next(firsts)), turns, beside, reply, recorded)
             for own in (engine, plain)
         ]
-        # On a CPU their turns alternate, as other load then slows both alike. A GPU may lack the memory.
-        pairs = zip(*(both if engine.target.device.type == "cpu" else map(list, both)), strict=True)
+        # On a CPU their turns alternate, as other load then slows both alike. A GPU may lack the memory, and
+        # host memory holds one offloaded cache at a time.
+        alternate = engine.target.device.type == "cpu" and not engine.config.offloads
+        pairs = zip(*(both if alternate else map(list, both)), strict=True)
         for row, slow in pairs:
             seconds = own_seconds.setdefault(row["turn"], row.get("own_prefill_seconds"))
             rows.append({
