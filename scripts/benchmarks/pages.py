@@ -38,6 +38,14 @@ PAGES = {
         ),
         Section("On a CPU", "never_slower_cpu"),
     )),
+    "long_outputs.md": Page("Speed by position in long texts", "../any_text.md#by-position", (
+        Section(
+            "On an H200", "long_outputs",
+            "Medians over texts of each bin of new tokens; brackets hold the lowest and the highest. Plain "
+            "decoding continues the same text in the middle of the bin.",
+        ),
+        Section("On a CPU", "long_outputs_cpu"),
+    )),
     "real_model.md": Page("A model that others trained", "../measurements.md#a-model-that-others-trained", (
         Section("Medians on an H200", "real_model_summary", _SPEED_UP),
         Section("Every text on an H200", "real_model", _SPEED_UP),

@@ -53,6 +53,11 @@ BENCHMARKS = {
         "the same by context, beside plain decoding",
         "never_slower_{machine}.jsonl",
     ),
+    "long_outputs": Benchmark(
+        "benchmarks.texts.long_outputs",
+        "speed by position in texts of 16,384 new tokens",
+        "long_outputs_{machine}.jsonl",
+    ),
     "real_model": Benchmark(
         "benchmarks.texts.real_model",
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",

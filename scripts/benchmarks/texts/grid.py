@@ -19,6 +19,7 @@ import triforce_tree
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
 from scripts.benchmarks.common.timing import synchronize, timed
 from scripts.benchmarks.sources.registry import Texts, TextSource, prompts
+from scripts.benchmarks.texts.positions import Positions
 from scripts.benchmarks.texts.transformers_static import static_decoding
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
@@ -52,6 +53,8 @@ class Grid:
             that what else the machine does meets both alike; 0: plain decoding is measured once.
         options: of the engine, where they are not its defaults.
         bits: of the target's linear layers and experts; 8 or 4 round them by our own format.
+        bin_tokens: new tokens of a bin of :class:`Positions`; plain decoding then continues our texts in the
+            middle of each bin. 0: figures of whole texts alone.
     """
 
     shape: str | None
@@ -65,6 +68,7 @@ class Grid:
     pairs: int = 0
     options: Record = field(default_factory=dict)
     bits: int = 16
+    bin_tokens: int = 0
 
     @property
     def offloads(self) -> bool:
@@ -83,6 +87,14 @@ class Grid:
         seeds = self.seeds if temperature > 0 else self.seeds[:1]
         ours = [{"method": OURS, **place, "seed": seed, "new_tokens": self.new_tokens} for seed in seeds]
         plain = {**place, "seed": self.seeds[0], "new_tokens": self.plain_tokens}
+        if size := self.bin_tokens:
+            # From the end: each place is then a beginning of what the cache holds.
+            places = [first + size // 2 for first in reversed(range(0, self.new_tokens, size))]
+            beside = [{"method": PLAIN, **plain, "after": after} for after in places]
+            return [
+                key for own in ours
+                for key in (own | {"bin": size}, *(each | {"seed": own["seed"]} for each in beside))
+            ]  # fmt: skip
         compared = [{"method": STATIC, **plain}] if static and temperature == 0 else []
         if not self.pairs:
             return [*ours, {"method": PLAIN, **plain}, *compared]
@@ -115,7 +127,13 @@ class Grid:
 
 
 def continued(
-    program: DecodingProgram, prompt: list[int], temperature: float, seed: int, new: int, rounds: int | None
+    program: DecodingProgram,
+    prompt: list[int],
+    temperature: float,
+    seed: int,
+    new: int,
+    rounds: int | None,
+    watched: Positions | None = None,
 ) -> tuple[list[int], DecodingLoop]:
     """Returns the tokens after a prompt that the cache holds, and the loop that made them, which has learnt
     nothing before. ``rounds`` 0 is plain decoding.
@@ -130,7 +148,8 @@ def continued(
     loop.begin([text], cached=True)
     synchronize(program.device)
     for _ in loop.decode():
-        pass
+        if watched is not None:
+            watched.watch(loop, len(text.new), text.finish_reason is not None)
     return text.new, loop
 
 
@@ -241,10 +260,21 @@ class GridRun:
                     continue
                 if self.limit.reached():
                     return False
+                text = [*prompt, *self._written(key)]
                 with engine.program([prompt], self.grid.new_tokens, to_probs) as program:
-                    self._feed(program, prompt)
-                    self._sample(engine, program, prompt, key)
+                    self._feed(program, text)
+                    self._sample(engine, program, text, key)
         return True
+
+    def _written(self, key: Record) -> list[int]:
+        """Returns our tokens that come between the prompt and the place of a measurement."""
+        if (after := key.get("after")) is None:
+            return []
+        place = {name: key[name] for name in ("text", "context", "temperature", "seed")}
+        own = self.file.find(method=OURS, **place)
+        assert own is not None, "our text is measured first"
+        tokens: list[int] = own["tokens"][:after]
+        return tokens
 
     def _feed(self, program: DecodingProgram, prompt: list[int]) -> None:
         """Prefills the prompt if the cache does not hold it."""
@@ -292,7 +322,10 @@ class GridRun:
         rounds: int | None = None,
     ) -> Record:
         """Decodes after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
-        tokens, loop = continued(program, prompt, temperature, seed, new, rounds)
+        bins = self.grid.bin_tokens if rounds != 0 else 0
+        watched = Positions(program, bins) if bins else None
+        tokens, loop = continued(program, prompt, temperature, seed, new, rounds, watched)
+        self._fed = [*prompt, *tokens]
         levels, passes = loop.levels, loop.passes.total()
         measured: Record = {
             "ms_per_token": 1e3 * loop.decode_seconds / len(tokens),
@@ -300,6 +333,8 @@ class GridRun:
             "repeated_8grams": repeated_share(tokens),
             "tokens": tokens,
         }
+        if watched is not None:
+            measured["bins"] = watched.bins(tokens)
         if rounds != 0:
             made = sum(kind.rounds * count for kind, count in loop.passes.items())
             drafting = sum(count for kind, count in loop.passes.items() if kind.rounds)
@@ -321,7 +356,9 @@ class GridRun:
 
     def add(self, sample: Record) -> None:
         self.file.add(sample)
-        names = ("text", "context", "temperature", "method", "seed", "ms_per_token", "tokens_per_pass")
+        names = (
+            "text", "context", "temperature", "method", "seed", "after", "ms_per_token", "tokens_per_pass"
+        )  # fmt: skip
         said = (sample.get(name) for name in names)
         self.limit.say(
             ", ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in said if v is not None)

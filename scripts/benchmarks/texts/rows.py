@@ -48,7 +48,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
                     for name in ("repeated_8grams", "tokens_per_pass", "prefill_seconds")
                 },
                 **{
-                    name: _medians([s[name] for s in ours])
+                    name: medians([s[name] for s in ours])
                     for name in ("acceptance", "mean_accepted_length", "chosen")
                 },
             }
@@ -95,7 +95,7 @@ def _speed(ours: list[Record], decoded: list[Record], fastest: float, plain: flo
     return speed | {"speedup": statistics.median(ratios), "worst": min(ratios), "best": max(ratios)}
 
 
-def _medians(of: Sequence[Record]) -> Record:
+def medians(of: Sequence[Record]) -> Record:
     """Returns the medians of figures by name; of anything else the first value."""
     names = dict.fromkeys(name for one in of for name in one)
     values = {name: [one[name] for one in of if one.get(name) is not None] for name in names}

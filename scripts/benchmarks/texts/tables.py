@@ -1,4 +1,4 @@
-"""Tables and plots of ``any_text``, ``never_slower``, ``trees`` and ``real_model``."""
+"""Tables and plots of ``any_text``, ``never_slower``, ``long_outputs`` and ``real_model``."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -202,6 +202,51 @@ REAL_MODEL_COLUMNS: Columns = {
 }  # fmt: skip
 
 
+# Texts of thousands of tokens by position; see ``long_outputs.py``.
+LONG_OUTPUTS, LONG_OUTPUTS_CPU = "long_outputs_h200.jsonl", "long_outputs_cpu.jsonl"
+LONG_OUTPUTS_COMMAND = "python -m scripts.benchmarks long_outputs --texts texts.json.xz"
+# A bin with a larger share of repeated 8-grams repeats itself.
+_REPEATS = 0.02
+LONG_OUTPUTS_COLUMNS: Columns = {
+    "model": _model, "prompt": "{context:,}", "T": "{temperature:g}", "new tokens": "{from:,} to {to:,}",
+    "texts": "{texts}", "ms/token": "{ms_per_token:.2f}", "plain": "{plain_ms_per_token:.2f}",
+    "**speed-up**": "**{speedup:.2f}x** ({lowest:.2f}x to {highest:.2f}x)",
+    f"of texts with at most {_REPEATS:.0%} repeated": "?{fresh:.2f}x ({fresh_texts})",
+    "repeated 8-grams": "{repeated_8grams:pct}", "tokens a pass": "{tokens_per_pass:.1f}",
+    "passes of three levels": "{passes[three]:pct}", "two": "{passes[two]:pct}",
+    "copied": "{passes[copied]:pct}", "one": "{passes[one]:pct}", "budget": "?{budget:,}",
+    "captures, s": "{capture_seconds:.1f}",
+}  # fmt: skip
+
+
+def by_position(content: Record) -> list[Record]:
+    """Returns a row for each model, prompt, temperature and bin of new tokens, with medians over texts."""
+    cells: dict[tuple[Any, ...], list[Record]] = {}
+    for row in sorted(content["rows"], key=lambda r: (r["part"], r["context"], r["temperature"], r["from"])):
+        place = (row["part"], row["context"], row["temperature"], row["from"], row["to"])
+        cells.setdefault(place, []).append(row)
+    made = []
+    for found in cells.values():
+        fresh = [row["speedup"] for row in found if row["repeated_8grams"] <= _REPEATS]
+        speedups = [row["speedup"] for row in found]
+        names = (*_MEDIANS, "speedup", "tokens_per_pass", "capture_seconds")
+        made.append(
+            found[0] | {name: statistics.median(row[name] for row in found) for name in names} | {
+                "passes": {
+                    name: statistics.median(row["passes"][name] for row in found)
+                    for name in found[0]["passes"]
+                },
+                "texts": len(found), "lowest": min(speedups), "highest": max(speedups),
+                "fresh": statistics.median(fresh) if fresh else None, "fresh_texts": len(fresh),
+            }
+        )  # fmt: skip
+    return made
+
+
+def _long_outputs(file: str, command: str) -> Table:
+    return Table(file, listing(LONG_OUTPUTS_COLUMNS, by_position, _caption(file)), command)
+
+
 def _real_model(file: str) -> Table:
     return Table(file, listing(REAL_MODEL_COLUMNS, _sorted, _caption(file), left=2), REAL_MODEL_COMMAND)
 
@@ -220,6 +265,10 @@ TABLES = {
     ),
     "real_model": _real_model(REAL_MODEL),
     "real_model_cpu": _real_model(REAL_MODEL_CPU),
+    "long_outputs": _long_outputs(LONG_OUTPUTS, LONG_OUTPUTS_COMMAND),
+    "long_outputs_cpu": _long_outputs(
+        LONG_OUTPUTS_CPU, f"{LONG_OUTPUTS_COMMAND} --shapes pair --contexts 2048 --new-tokens 8192"
+    ),
     "never_slower": Table(NEVER_SLOWER, _by_context(NEVER_SLOWER), GRID_COMMAND),
     "never_slower_cpu": Table(
         NEVER_SLOWER_CPU, _by_context(NEVER_SLOWER_CPU), f"{GRID_COMMAND} --shapes pair --contexts 1024 4096"
@@ -276,7 +325,23 @@ def plot_contexts(axis: Any, rows: list[Record]) -> None:
     axis.legend(fontsize=7)
 
 
+def plot_positions(axis: Any, rows: list[Record]) -> None:
+    """Plots ms a token over the position, ours and plain; a pair of lines for each model, prompt and T."""
+    lines: dict[str, list[Record]] = {}
+    for row in rows:
+        label = f"{_model(row)}, prompt {row['context']:,}, T={row['temperature']:g}"
+        lines.setdefault(label, []).append(row)
+    for label, found in lines.items():
+        middles = [(row["from"] + row["to"]) / 2 for row in found]
+        [line] = axis.plot(middles, [row["ms_per_token"] for row in found], "o-", markersize=3, label=label)
+        axis.plot(middles, [row["plain_ms_per_token"] for row in found], "--", color=line.get_color())
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="new tokens", ylabel="ms a token; dashed: plain decoding")
+    axis.legend(fontsize=6)
+
+
 PLOTS = {
+    "long_outputs": (LONG_OUTPUTS, by_position, (8, 4.5, 0), plot_positions),
     "any_text": (ANY_TEXT, _sorted, (8, 1.5, 0.12), plot_texts),
     "never_slower": (NEVER_SLOWER, _sorted, (7, 4, 0), plot_contexts),
 }
