@@ -65,7 +65,13 @@ PAGES = {
     )),
     "requests.md": Page("Whole requests and sessions", "../sessions.md", (
         Section("Requests on a CPU", "requests_cpu"),
-        Section("A conversation of many turns", "conversation_cpu"),
+        Section(
+            "A conversation of many turns", "conversation_cpu",
+            "Random models of six layers show what is kept of other caches: every turn computes its new "
+            "tokens alone. Their texts say nothing about speed, and drafts are copied from earlier text. "
+            "Where a text outgrows its buffers, or a longer one has a larger budget, the first token also "
+            "waits for new ones.",
+        ),
         Section("A conversation of many turns on a GPU", "conversation_h200"),
         Section(
             "Turns of a coding agent", "conversation_agent_cpu",

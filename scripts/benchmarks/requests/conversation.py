@@ -40,7 +40,7 @@ from scripts.benchmarks.common.command import (
 from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.timing import synchronize
 from scripts.benchmarks.requests.run import PAIR, FirstToken
-from scripts.benchmarks.requests.tables import ALONE, BESIDE, QUESTIONS
+from scripts.benchmarks.requests.tables import ALONE, BESIDE, OF_RANDOM, QUESTIONS
 from scripts.benchmarks.requests.turns import PACKAGES, SYNTHETIC, trajectories, turn_prompts
 from scripts.benchmarks.sources.registry import Texts, named, prompts
 from scripts.inflate.pair import inflate_pair
@@ -293,10 +293,14 @@ def main(words: Sequence[str]) -> int:
         traces = trajectories(args.trace, args.seed, 2)
         both = tuple(turn_prompts(tokenizer, trace, context, turns) for trace in traces)
     kept = content_at(path)
-    parts = {**kept["parts"], part: head}
-    rows, every = ([row for row in kept.get(name, []) if row["part"] != part] for name in ("rows", "turns"))
+    part_of = {kind: OF_RANDOM if kind in RANDOM and part == QUESTIONS else part for kind in kinds}
+    parts = {**kept["parts"], **dict.fromkeys(part_of.values(), head)}
+    rows, every = (
+        [row for row in kept.get(name, []) if row["part"] not in part_of.values()]
+        for name in ("rows", "turns")
+    )
     for kind, make in kinds.items():
-        engine = make()
+        engine, part = make(), part_of[kind]
         for found in measured(engine, *both, reply, args.trace is not None):
             thirds = summary(found)
             rows += [{"part": part, "kind": kind, **row} for row in thirds]

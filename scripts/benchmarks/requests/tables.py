@@ -8,8 +8,8 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 FILE, CPU_FILE = "requests_h200.jsonl", "requests_cpu.jsonl"
 CONVERSATION = "conversation_{machine}.jsonl"
 ALONE, BESIDE = "alone", "beside another"
-# The part of a conversation's file without a trace; with one, the part has the trace's name.
-QUESTIONS = "questions"
+# The parts of a conversation's file without a trace; with one, the part has the trace's name.
+QUESTIONS, OF_RANDOM = "questions", "questions, random models"
 SERVING_FILE = "serving_{machine}.jsonl"
 SERVING = SERVING_FILE.format(machine="h200")
 # The name of our server in it.
@@ -110,11 +110,11 @@ _AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the 
 
 def agent_rows(content: Record, table: str = "rows") -> list[Record]:
     """Returns the rows of all traces in a table of a conversation's file."""
-    return [row for row in content.get(table, []) if row["part"] != QUESTIONS]
+    return [row for row in content.get(table, []) if row["part"] not in (QUESTIONS, OF_RANDOM)]
 
 
 def _question_rows(content: Record) -> list[Record]:
-    return [row for row in content["rows"] if row["part"] == QUESTIONS]
+    return [row for row in content["rows"] if row["part"] in (QUESTIONS, OF_RANDOM)]
 
 
 def plot_turns(axis: Any, rows: list[Record]) -> None:
