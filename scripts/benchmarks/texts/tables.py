@@ -211,7 +211,7 @@ LONG_OUTPUTS_COLUMNS: Columns = {
     "model": _model, "prompt": "{context:,}", "T": "{temperature:g}", "new tokens": "{from:,} to {to:,}",
     "texts": "{texts}", "ms/token": "{ms_per_token:.2f}", "plain": "{plain_ms_per_token:.2f}",
     "**speed-up**": "**{speedup:.2f}x** ({lowest:.2f}x to {highest:.2f}x)",
-    f"of texts with at most {_REPEATS:.0%} repeated": "?{fresh:.2f}x ({fresh_texts})",
+    f"of texts with at most {100 * _REPEATS:.0f} % repeated": "?{fresh:.2f}x ({fresh_texts})",
     "repeated 8-grams": "{repeated_8grams:pct}", "tokens a pass": "{tokens_per_pass:.1f}",
     "passes of three levels": "{passes[three]:pct}", "two": "{passes[two]:pct}",
     "copied": "{passes[copied]:pct}", "one": "{passes[one]:pct}", "budget": "?{budget:,}",
