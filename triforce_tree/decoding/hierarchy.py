@@ -430,7 +430,14 @@ class Hierarchy:
         self._beside.clear()
         self.last_program = self._serves = None
         self.level_one.drop()
-        free_memory()
+        self._free()
+
+    def _free(self) -> None:
+        """Frees the memory of dropped programs. Without graphs, which have reference cycles, it is free by
+        now, and a garbage collection takes a quarter of a second.
+        """
+        if self.target.device.type != "cpu":
+            free_memory()
 
     # Programs
 
@@ -491,7 +498,7 @@ class Hierarchy:
             earlier = last.drafter if kept else None
             self.last_program = last = None
             if split is None:
-                free_memory()
+                self._free()
         if split is not None:
             self.release()
         program = self._new_program(prompts, max_seq_len, levels, few_bits, pinned, pool, kept)
