@@ -65,12 +65,11 @@ PAGES = {
     )),
     "requests.md": Page("Whole requests and sessions", "../sessions.md", (
         Section("Requests on a CPU", "requests_cpu"),
+        Section("A conversation of many turns", "conversation_cpu"),
         Section(
-            "A conversation of many turns", "conversation_cpu",
-            "Random models of six layers show what is kept of other caches: every turn computes its new "
-            "tokens alone. Their texts say nothing about speed, and drafts are copied from earlier text. "
-            "Where a text outgrows its buffers, or a longer one has a larger budget, the first token also "
-            "waits for new ones.",
+            "A conversation with other caches", "conversation_caches_cpu",
+            "Random models of six layers. Every turn computes its new tokens alone, after windows, recurrent "
+            "states and keys in host memory too. The machine had other work, which all seconds include.",
         ),
         Section("A conversation of many turns on a GPU", "conversation_h200"),
         Section(

@@ -101,6 +101,17 @@ def test_synthetic_prompts_grow(script: Any) -> None:
     assert turns.turn_prompts(tokenizer, turns.synthetic(0), 6000, 3) == prompts[:3]
 
 
+def test_an_offloaded_cache_is_not_dropped_by_plain_decoding(script: Any) -> None:
+    """Host memory holds one at a time, and each turn needs that of the turn before."""
+    run = script("benchmarks.requests.conversation")
+    engine = run.random_engine("offloaded (Llama)", {"prefix_cache": "1GiB"})
+    mine, other = ([list(range(n, n + 30)) for n in range(first, first + 120, 40)] for first in (10, 900))
+    for rows in run.measured(engine, mine, other, 4, recorded=False):
+        for before, row in itertools.pairwise(rows):
+            assert row["reused_tokens"] == row["plain_reused_tokens"] == before["prompt_tokens"] + 3
+            assert row["own_prefill_seconds"] > 0
+
+
 @pytest.mark.release
 def test_both_kinds_of_turns_are_measured_into_one_file(script: Any, tmp_path: Path) -> None:
     run, tables = (script(f"benchmarks.requests.{name}") for name in ("conversation", "tables"))

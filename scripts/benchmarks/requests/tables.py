@@ -1,5 +1,6 @@
 """Tables of docs/sessions.md: whole requests, conversations, and clients of a server."""
 
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -101,9 +102,11 @@ _OWN = ("its own forwards, s", "**ratio**")
 _AGENT = {"trace": "{part}"} | {name: cell for name, cell in _CONVERSATION.items() if name not in _OWN}
 _CONVERSATION_NOTE = (
     "{hardware}, {dtype}, greedy, {reply} new tokens a turn, questions from the text {text}, torch "
-    "{versions[torch]}; medians over the turns of each third (the speed-up: of each turn's own "
-    "ratio), sums of new and computed tokens. "
+    "{versions[torch]}; medians over the turns of each third (also of each turn's own ratios), sums of new "
+    "and computed tokens. "
 )
+# Random models show what is kept; their times of decoding mean nothing.
+_CACHES = {name: _CONVERSATION[name] for name in [*_CONVERSATION][: [*_CONVERSATION].index(_OWN[-1]) + 1]}
 _CPU = CONVERSATION.format(machine="cpu")
 _AGENT_NOTE = _CONVERSATION_NOTE.replace("questions from the text {text}", "the trace's own history")
 
@@ -113,8 +116,8 @@ def agent_rows(content: Record, table: str = "rows") -> list[Record]:
     return [row for row in content.get(table, []) if row["part"] not in (QUESTIONS, OF_RANDOM)]
 
 
-def _question_rows(content: Record) -> list[Record]:
-    return [row for row in content["rows"] if row["part"] in (QUESTIONS, OF_RANDOM)]
+def _rows_of(part: str) -> Callable[[Record], list[Record]]:
+    return lambda content: [row for row in content["rows"] if row["part"] == part]
 
 
 def plot_turns(axis: Any, rows: list[Record]) -> None:
@@ -142,13 +145,18 @@ PLOTS = {"conversation_cpu": (_CPU, lambda c: agent_rows(c, "turns"), (8, 3.5, 0
 
 def _questions(machine: str) -> Table:
     file = CONVERSATION.format(machine=machine)
-    make = listing(_CONVERSATION, _question_rows, noted(_CONVERSATION_NOTE, file), left=3)
+    make = listing(_CONVERSATION, _rows_of(QUESTIONS), noted(_CONVERSATION_NOTE, file), left=3)
     return Table(file, make, "python -m scripts.benchmarks conversation")
 
 
 TABLES = {
     "conversation_cpu": _questions("cpu"),
     "conversation_h200": _questions("h200"),
+    "conversation_caches_cpu": Table(
+        _CPU,
+        listing(_CACHES, _rows_of(OF_RANDOM), noted(_CONVERSATION_NOTE, _CPU), left=3),
+        "python -m scripts.benchmarks conversation",
+    ),
     "conversation_agent_cpu": Table(
         _CPU,
         listing(_AGENT, agent_rows, noted(_AGENT_NOTE, _CPU), left=4),
