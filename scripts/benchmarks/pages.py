@@ -41,10 +41,13 @@ PAGES = {
     "long_outputs.md": Page("Speed by position in long texts", "../any_text.md#by-position", (
         Section(
             "On an H200", "long_outputs",
-            "Medians over texts of each bin of new tokens; brackets hold the lowest and the highest. Plain "
-            "decoding continues the same text in the middle of the bin.",
+            "Medians over texts of each bin of new tokens, and mean shares of passes; brackets hold the "
+            "lowest and the highest. Plain decoding continues the same text in the middle of the bin.",
         ),
-        Section("On a CPU", "long_outputs_cpu"),
+        Section(
+            "On a CPU", "long_outputs_cpu",
+            "At T = 0.6 the texts of the embedded pair repeat themselves after the first thousand tokens.",
+        ),
     )),
     "real_model.md": Page("A model that others trained", "../measurements.md#a-model-that-others-trained", (
         Section("Medians on an H200", "real_model_summary", _SPEED_UP),
