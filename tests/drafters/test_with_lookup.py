@@ -42,23 +42,48 @@ def test_the_index_finds_what_a_search_finds(vocabulary: int) -> None:
             if len(text) > 30 and rng.random() < 0.3:
                 more = text[10 : 12 + longest]
             text = text + more
-            assert index.begins(text) == (len(text) > len(more))
+            assert index.grows_to(text) == (4 * len(more) < len(text)), "few tokens are added one by one"
             index.extend(text)
     assert matches > 20
-    assert index.begins(text)
-    assert not index.begins(text[:-1])
-    assert not index.begins([vocabulary, *text[1:], 0])
+    assert index.grows_to(text)
+    assert not index.grows_to(text[:-1])
+    assert not index.grows_to([vocabulary, *text[1:], 0])
 
 
-def test_the_next_turn_extends_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    program, built = lookup_program(), list[int]()
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that were indexed anew."""
+    lengths = list[int]()
 
     class Counted(SuffixIndex):
         def __init__(self, tokens: Sequence[int]) -> None:
-            built.append(len(tokens))
+            lengths.append(len(tokens))
             super().__init__(tokens)
 
     monkeypatch.setattr("triforce_tree.drafters.with_lookup.SuffixIndex", Counted)
+    return lengths
+
+
+def test_another_number_of_places_takes_the_indices_over(built: list[int]) -> None:
+    programs = [lookup_program(batch) for batch in (2, 3)]
+    few, many = (program.drafter for program in programs)
+    first, second, third = prompt_of(40), prompt_of(41), prompt_of(42)
+    few.start([first, second])
+    built.clear()
+    many.take_over(few)
+    many.start([[*second, 7], third, [*first, 5]])
+    assert built == [42]
+    few.take_over(many)
+    few.start([[*first, 5], [*first, 5]])
+    assert built == [42, 41], "places with equal texts have an index each"
+    matches = few.match([[*first, 5, *first[:9]], [*first, 5, 1, 2, 3]])
+    assert matches[0][:2] == (9, 9)
+    assert matches[1][1] < 9
+
+
+def test_the_next_turn_extends_what_is_known(built: list[int]) -> None:
+    program = lookup_program()
+    built.clear()
     first, other = prompt_of(40), prompt_of(41)
     assert other[:40] != first
     drafter = program.drafter
