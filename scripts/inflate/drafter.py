@@ -10,11 +10,16 @@ Published EAGLE-3 heads of large vocabularies have a language model head of at m
 the widened one. Its entries after those of the small vocabulary have a probability of 0: the bias of the
 output projection writes the constant into the residual stream, and their logits are a large negative
 multiple of it. The last norm passes on only a small part of the constant, because the normed state is fed
-back. A block drafter uses the target's language model head, and gets the constant from the embeddings.
+back. A block drafter uses the target's language model head, and gets the constant from the embeddings. So
+does an MTP layer, whose norm of the embedding divides it by the embedding's root mean square: ``eh_proj``
+multiplies it by that of the whole table. What the norms of the layer take for the constant's square then
+differs from it by a small part of ε.
 """
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +29,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from scripts.inflate.heads import HeadPlaces
-from scripts.inflate.pair import GAIN, constant_of, layer_places
+from scripts.inflate.pair import GAIN, SHIFT, constant_of, layer_places
 from scripts.inflate.shapes import Shape
+from scripts.train_drafters.mtp import FILE as MTP
 from triforce_tree.drafters.blocks.format import block_format
 from triforce_tree.drafters.blocks.format import canonical as block_names
 from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
@@ -34,9 +40,6 @@ from triforce_tree.drafters.registry import CONFIG, WEIGHTS, format_of, settings
 
 Record = dict[str, Any]
 _ENTRIES = 32_000
-# The logits of entries that cannot be drawn are lower by ``_SHIFT`` over the root mean square of the stream;
-# ``_PASSED`` is the last norm's weight of the constant.
-_SHIFT, _PASSED = 2.0**22, 2.0**-8
 
 
 def inflate_drafter(
@@ -45,25 +48,39 @@ def inflate_drafter(
     """Writes a drafter of another shape that computes the same distributions, in bf16.
 
     Args:
-        folder: a block drafter, or an EAGLE-3 head with the target's whole vocabulary and its embeddings.
+        folder: a block drafter, an EAGLE-3 head with the target's whole vocabulary and its embeddings, or a
+            checkpoint of the target with an MTP layer, as ``scripts/train_drafters`` writes it.
         target: the small target that it was trained for.
         shape: what the target is inflated to.
-        out: the folder to write.
+        out: the folder to write; of an MTP layer it has no tensors of the target, see :func:`mtp_layer`.
         seed: of the weights without effect.
 
     Raises:
         ValueError: the drafter is of another kind, or does not fit into the shape.
     """
     shape = Shape.parse(shape) if isinstance(shape, str) else shape
-    kind = format_of(folder)
-    if (widen := _KINDS.get(kind.drafter.rpartition(":")[2])) is None:
+    kind = MTP if (folder / MTP).is_file() else format_of(folder).drafter.rpartition(":")[2]
+    if (widen := _KINDS.get(kind)) is None:
         raise ValueError(
-            f"{str(folder)!r} holds {kind.title}; only EAGLE-3 heads and block drafters can be widened"
+            f"{str(folder)!r} holds {format_of(folder).title}; only EAGLE-3 heads, block drafters and MTP "
+            "layers can be widened"
         )
     tensors, config = widen(folder, target, shape, seed)
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, out / WEIGHTS[0])
     (out / CONFIG).write_text(json.dumps(config))
+
+
+@contextmanager
+def mtp_layer(target: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Lets ``load(target, drafter="mtp")`` find the MTP layer in a folder; the target keeps its weights."""
+    config: Any = target.config
+    kept = config.name_or_path
+    config.name_or_path, config.num_mtp_layers = str(folder), 1
+    try:
+        yield
+    finally:
+        config.name_or_path = kept
 
 
 class _Widening:
@@ -130,13 +147,15 @@ class _Widening:
             wide[:, self.small] = passed
         self.add(name, wide.flatten())
 
-    def fusion(self, states: int) -> None:
-        """Adds ``fc``, which reads several hidden states."""
+    def fusion(self, states: int, name: str = "fc.weight", passed: float = 0.0) -> None:
+        """Adds a matrix that reads several vectors; ``passed`` is the weight of the first's dimension d."""
         small, big = self.small, self.big
-        weight = self.weights.take("fc.weight", small, states * small).to(self.device)
+        weight = self.weights.take(name, small, states * small).to(self.device)
         wide = self.matrix(big, states * big, zero=True)
         wide.view(big, states, big)[:small, :, :small] = weight.view(small, states, small)
-        self.add("fc.weight", wide)
+        if big > small:
+            wide[small, small] = passed
+        self.add(name, wide)
 
     def attention(self, prefix: str, blocks: int, normed: bool) -> None:
         """Adds the projections of a layer's attention.
@@ -211,7 +230,7 @@ def _eagle(
         wide.norm(f"{own}{name}.weight")
     wide.attention(f"{own}self_attn.", 2, normed=False)
     wide.mlp(f"{own}mlp.")
-    wide.norm("norm.weight", passed=_PASSED if wide.constant else 0.0)
+    wide.norm("norm.weight", passed=GAIN if wide.constant else 0.0)
     rows, has_own = min(wide.vocabulary, max(wide.entries, _ENTRIES)), "lm_head.weight" in weights
     if has_own or wide.vocabulary > wide.entries:
         own_head = weights.take("lm_head.weight", wide.entries, small) if has_own else None
@@ -224,9 +243,9 @@ def _eagle(
             bias = torch.zeros(wide.big, device=wide.device)
             bias[small] = wide.constant
             wide.add(f"{own}self_attn.o_proj.bias", bias)
-            scale = _PASSED * wide.constant * math.sqrt(wide.big / small)
+            scale = GAIN * wide.constant * math.sqrt(wide.big / small)
             matrix[: wide.entries, small] = 0.0
-            matrix[wide.entries :, small] = -(2.0 ** math.ceil(math.log2(_SHIFT / scale)))
+            matrix[wide.entries :, small] = -(2.0 ** math.ceil(math.log2(SHIFT / scale)))
         wide.add("lm_head.weight", matrix)
     if rows < wide.vocabulary:
         wide.tensors["d2t"] = torch.zeros(rows, dtype=torch.int64)
@@ -267,4 +286,24 @@ def _block(
     }
 
 
-_KINDS = {"Eagle3": _eagle, "BlockDrafter": _block}
+def _mtp(folder: Path, target: PreTrainedModel, shape: Shape, seed: int) -> tuple[dict[str, Tensor], Record]:
+    prefix = "model.layers.{}.".format
+    own = prefix(target.config.num_hidden_layers)
+    weights = HeadWeights(folder, [MTP], lambda name: name.removeprefix(own))
+    wide = _Widening(weights, target.config, target, shape, seed)
+    for name in ("hnorm", "input_layernorm", "post_attention_layernorm"):
+        wide.norm(f"{name}.weight")
+    size = float(target.get_input_embeddings().weight.detach().float().square().mean().sqrt())
+    kept = 2.0 ** round(math.log2(size * math.sqrt(wide.small / wide.big))) if wide.constant else 0.0
+    wide.norm("enorm.weight", passed=1.0)
+    wide.fusion(2, "eh_proj.weight", passed=kept)
+    wide.norm("shared_head.norm.weight", passed=GAIN)
+    wide.attention("self_attn.", 1, normed=False)
+    wide.mlp("mlp.")
+    weights.refuse_unused()
+    tensors = {prefix(shape.layers) + name: tensor for name, tensor in wide.tensors.items()}
+    layers = {"num_hidden_layers": shape.layers, "num_mtp_layers": 1}
+    return tensors, {"model_type": "llama", **wide.config(), **layers}
+
+
+_KINDS = {"Eagle3": _eagle, "BlockDrafter": _block, MTP: _mtp}

@@ -34,14 +34,15 @@ Heads (``inflated_heads``): KV heads and their query heads find places in the gr
 heads of h dimensions become heads of m h, for any integer m.
 
 Vocabulary: entry v + i of a vocabulary larger than the small model's v is a copy of entry i mod v, except
-that its logit is lower by s = ``_SHIFT`` / r, where r is the root mean square of the small model's last
+that its logit is lower by s = ``SHIFT`` / r, where r is the root mean square of the small model's last
 residual stream (0.5 to 210 in the models that were looked at): more than 1,000 for every r below 4,096, so
 that its probability is exactly 0 in fp32 at every temperature up to 10. Neither sampling nor top-k can
 tell the small model's distribution from the large one's, while embedding, lm_head, softmax, noise and top-k
 have the large size. s comes from dimension d of the stream, where every embedding has a constant c and no
 layer writes. c² is taken out of ε: ε' D + c² = ε d, so that the norms are still the small model's. Entry d is
 zero in all norm weights but the last one's, which is ``GAIN``; there lm_head has zeros in its first v rows
-and a large negative number in the others. c and these numbers are powers of two, exact in bf16.
+and a large negative number in the others. c and these numbers are powers of two, exact in bf16. ``GAIN`` is
+small, so that the norm of a drafter that reads the last norm's output has the small model's scale too.
 
 Experts: where the shape has E experts of which k are a token's, the new model is a Mixtral. The small MLP's
 neurons are cut into k parts, and expert i holds part i mod k, its down projection times k. The router's rows
@@ -87,7 +88,7 @@ Inflated: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
 
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
 # See "Vocabulary" above.
-_SHIFT, GAIN = 2.0**22, 2.0**4
+SHIFT, GAIN = 2.0**22, 2.0**-8
 # Of a configuration that becomes a Mixtral's.
 _KEPT = {
     "max_position_embeddings", "rms_norm_eps", "rope_parameters", "initializer_range", "hidden_act",
@@ -347,7 +348,7 @@ def _append_entries(small: LlamaForCausalLM, big: Inflated) -> None:
     constant = constant_of(small.config)
     # The last norm's output there is GAIN · constant · sqrt(D/d) / r.
     scale = GAIN * constant * math.sqrt(big.config.hidden_size / hidden)
-    weight = 2.0 ** math.ceil(math.log2(_SHIFT / scale))
+    weight = 2.0 ** math.ceil(math.log2(SHIFT / scale))
     if weight > torch.finfo(big.dtype).max:
         raise ValueError(
             f"entries of a larger vocabulary cannot be kept from being drawn in {big.dtype}; use "

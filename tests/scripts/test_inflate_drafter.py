@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import triforce_tree
 from tests.support.distributions.block_folders import block_folder
-from tests.support.distributions.head_folders import eagle_folder, medusa_folder
+from tests.support.distributions.head_folders import MTP, eagle_folder, medusa_folder
 from tests.support.models.families import VOCABULARY, prompt_of, tiny
 from triforce_tree.drafters.blocks.format import block_format, canonical
 from triforce_tree.drafters.blocks.reference import Reference
@@ -122,9 +122,62 @@ def test_a_widened_block_computes_the_small_ones_logits(script: Any, tmp_path: P
     assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
 
 
+def mtp_folder(script: Any, path: Path) -> Path:
+    """Returns a checkpoint with a random MTP layer as the script writes it, exact in bf16."""
+    segments, mtp = script("train_drafters.segments"), script("train_drafters.mtp")
+    teacher = script("train_drafters.teacher").Teacher(TARGET)
+    layer = mtp.MtpTraining(teacher, 2, segments.Cache(1, 9))
+    random = torch.Generator().manual_seed(5)
+    for parameter in layer.parameters():
+        noise = torch.randn(parameter.shape, generator=random)
+        parameter.data = (parameter.data + 0.2 * noise).bfloat16().float()
+    script("train_drafters.folder").DrafterFolder(path, {"seed": 0}, mtp.FILE).save(layer, 1.0)
+    layer.complete(path, None)
+    return path
+
+
+@pytest.mark.skipif(not MTP, reason="this release of transformers reads no MTP layers")
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["64x5x8/4x16x96-v160", "64x5x4/4x8x96"], ids=["all", "own words"])
+def test_a_widened_mtp_layer_computes_the_small_ones_logits(script: Any, tmp_path: Path, shape: str) -> None:
+    """Compares three depths, of which each reads the output before, and the accepted tokens."""
+    module, small = script("inflate.drafter"), mtp_folder(script, tmp_path / "small")
+    module.inflate_drafter(small, TARGET, shape, tmp_path / "wide")
+    big, tokens = script("inflate.pair").inflate(TARGET, shape), torch.tensor([prompt_of(12)])
+    layers, states, texts = [], [], []
+    for target, name in ((TARGET, "small"), (big, "wide")):
+        source = target.config.name_or_path
+        with module.mtp_layer(target, tmp_path / name):
+            engine: Any = triforce_tree.load(
+                target, drafter="mtp", levels=2, tree="best-first:3,2,2",
+                advanced={"sinks": 1, "window": 9, "rounds": 1},
+            )  # fmt: skip
+        assert target.config.name_or_path == source
+        out = engine.generate(prompt_of(40), max_new_tokens=40, do_sample=False)
+        texts.append((out.sequences[0].tolist(), out.levels[1].mean_accepted_length))
+        layers.append(engine._hierarchy.own_drafter.network)
+        states.append(target.model(tokens, use_cache=False).last_hidden_state)
+    assert texts[1][0] == texts[0][0]
+    assert texts[1][1] == pytest.approx(texts[0][1], abs=0.15)
+    for depth in range(3):
+        count, logits = tokens.shape[1], []
+        mask = torch.ones(1, count, count, dtype=torch.bool).tril()
+        for i, layer in enumerate(layers):
+            fed, normed = layer.forward(
+                0, tokens, states[i], torch.arange(1, count + 1)[None],
+                lambda q, k, v, scale, mask=mask: attend(q, k, v, mask, scale), count,
+            )  # fmt: skip
+            logits.append(layer.logits(normed)[0])
+            states[i] = torch.cat([states[i], fed[:, -1:]], 1)
+        found, wide = logits
+        assert float((wide[:, :VOCABULARY] - found).norm() / found.norm()) < 0.02, depth
+        assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
+        tokens = torch.cat([tokens, found[-1:, :].argmax(-1)[None]], 1)
+
+
 def test_what_cannot_be_widened_is_refused(script: Any, tmp_path: Path) -> None:
     widen = script("inflate.drafter").inflate_drafter
-    with pytest.raises(ValueError, match="only EAGLE-3 heads and block drafters can be widened"):
+    with pytest.raises(ValueError, match="only EAGLE-3 heads, block drafters and MTP layers can be widened"):
         widen(medusa_folder(tmp_path / "medusa", TARGET), TARGET, "64x5x8/4x16x96", tmp_path / "out")
     with pytest.raises(ValueError, match="mlp=16 of the shape is less than the drafter's 24"):
         widen(folder_of(tmp_path / "small"), TARGET, "64x5x8/4x16x16", tmp_path / "out")
