@@ -51,8 +51,7 @@ def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
     found = {(row["shape"], row["drafter"], row["way"]): row for row in content["rows"]}
     assert found.keys() == {
         *(("pair", drafter, way) for drafter in ("draft", *trained) for way in ("chain", "tree")),
-        # MTP layers are not widened.
-        *(("8b", drafter, "default") for drafter in ("draft", "eagle3", "dflash")),
+        *(("8b", drafter, "default") for drafter in ("draft", *trained)),
     }
     assert found["pair", "eagle3", "chain"]["chosen"]["tree"] == "chain:5"
     assert all(row["tokens_per_pass"] >= 1 for row in content["rows"])

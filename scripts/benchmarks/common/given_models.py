@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 import triforce_tree
 from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.common.rope import use_yarn
-from scripts.inflate.drafter import inflate_drafter
+from scripts.inflate.drafter import inflate_drafter, mtp_layer
 from scripts.inflate.pair import inflate
 from scripts.inflate.shapes import Shape
 from scripts.train_drafters.mtp import FILE as MTP
@@ -91,12 +91,13 @@ class Models:
                 wide = replace(Shape.parse(self.draft_shape), vocabulary=vocabulary)
                 draft = inflate(draft, wide, seed=self.seed)
             return triforce_tree.load(self._model, draft, **arguments)
-        if (drafter / MTP).is_file():
-            # The layer is a part of the target's checkpoint.
-            return triforce_tree.load(self._small(str(drafter)), drafter="mtp", **arguments)
-        if self.shape is None:
-            return triforce_tree.load(self._model, drafter=drafter, **arguments)
+        mtp = (drafter / MTP).is_file()
+        # The weights are read before the folder is removed.
         with TemporaryDirectory() as folder:
-            inflate_drafter(drafter, self._small(self.target), self.shape, Path(folder), self.seed)
-            # Its weights are read here.
-            return triforce_tree.load(self._model, drafter=folder, **arguments)
+            if self.shape is not None:
+                inflate_drafter(drafter, self._small(self.target), self.shape, Path(folder), self.seed)
+                drafter = Path(folder)
+            if not mtp:
+                return triforce_tree.load(self._model, drafter=drafter, **arguments)
+            with mtp_layer(self._model, drafter):
+                return triforce_tree.load(self._model, drafter="mtp", **arguments)

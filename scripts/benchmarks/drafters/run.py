@@ -39,7 +39,6 @@ from scripts.benchmarks.texts.command import (
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
-from scripts.train_drafters.mtp import FILE as MTP
 from triforce_tree.loading.checkpoints import PAIR as EMBEDDED
 
 CONTEXTS = (2048, 16_384, 65_536, 122_880)
@@ -90,9 +89,6 @@ def main(words: Sequence[str] | None = None) -> int:
         draft = None if args.draft == "none" else args.draft
         models = Models(args.target, draft, wide, TINY_DRAFT if args.tiny else "llama-68m", device, args.seed)
         for way, (name, folder) in itertools.product(args.ways, folders.items()):
-            if wide and folder is not None and (folder / MTP).is_file():
-                limit.say(f"{name}: MTP layers are not widened, so that {shape} is left out")
-                continue
             options = {**WAYS[way], **dict(args.set)}
             plan = {
                 "shape": shape, "model": f"{title}, {wide} inflated" if wide else title, "options": options,
