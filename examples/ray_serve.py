@@ -110,7 +110,8 @@ def by_prefix(args: argparse.Namespace) -> serve.Application:
 
     app = FastAPI(openapi_url=None)
 
-    @serve.deployment
+    # It forwards bytes, and gets no core of its own: the replicas may have all of them.
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
     @serve.ingress(app)
     class Front:
         def __init__(self, replicas: DeploymentHandle) -> None:
