@@ -38,6 +38,15 @@ def accepted(target: Any, folder: Path) -> tuple[list[int], float | None]:
     return out.sequences[0].tolist(), out.levels[1].mean_accepted_length
 
 
+def next_of_both(small: torch.Tensor, wide: torch.Tensor, depth: int) -> torch.Tensor:
+    """Compares logits of the small drafter, ``[T, V]``, with those of the wide one, which may have more
+    entries. Returns the token ``[1, 1]`` that both propose.
+    """
+    assert float((wide[:, :VOCABULARY] - small).norm() / small.norm()) < 0.02, depth
+    assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
+    return small[-1:, :].argmax(-1)[None]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "shape", ["64x5x8/4x16x96-v160", "64x5x4/4x8x96", "40x3x8/2x8x64-v33000"], ids=["all", "own words", "d2t"]
@@ -84,10 +93,7 @@ def test_a_widened_head_computes_the_small_ones_logits(
             fed, normed = head.finish(xs[i], out)
             logits.append(head.logits(normed)[0])
             xs[i] = torch.cat([xs[i], fed[:, -1:]], 1)
-        small, wide = logits
-        assert float((wide[:, :VOCABULARY] - small).norm() / small.norm()) < 0.02, depth
-        assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
-        tokens = torch.cat([tokens, small[-1:, :].argmax(-1)[None]], 1)
+        tokens = torch.cat([tokens, next_of_both(*logits, depth)], 1)
 
 
 def test_a_widened_head_is_accepted_as_often(script: Any, tmp_path: Path) -> None:
@@ -169,10 +175,7 @@ def test_a_widened_mtp_layer_computes_the_small_ones_logits(script: Any, tmp_pat
             )  # fmt: skip
             logits.append(layer.logits(normed)[0])
             states[i] = torch.cat([states[i], fed[:, -1:]], 1)
-        found, wide = logits
-        assert float((wide[:, :VOCABULARY] - found).norm() / found.norm()) < 0.02, depth
-        assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
-        tokens = torch.cat([tokens, found[-1:, :].argmax(-1)[None]], 1)
+        tokens = torch.cat([tokens, next_of_both(*logits, depth)], 1)
 
 
 def test_what_cannot_be_widened_is_refused(script: Any, tmp_path: Path) -> None:

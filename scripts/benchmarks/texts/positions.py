@@ -4,8 +4,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from scripts.benchmarks.common.results import OURS, PLAIN, Record
-from scripts.benchmarks.texts.rows import medians
+from scripts.benchmarks.common.results import PLAIN, Record
+from scripts.benchmarks.texts.rows import by_cell, described, medians
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
@@ -79,12 +79,8 @@ def position_rows(part: str, header: Record, samples: list[Record]) -> list[Reco
 
     A bin has the speed-up over the plain decoding that was measured in it.
     """
-    found: dict[tuple[str, int, float], list[Record]] = {}
-    for sample in samples:
-        if sample["method"] == OURS:
-            found.setdefault((sample["text"], sample["context"], sample["temperature"]), []).append(sample)
     made = []
-    for (text, context, temperature), ours in found.items():
+    for (text, context, temperature), ours in by_cell(samples).items():
         place = {"text": text, "context": context, "temperature": temperature}
         plain = [s for s in samples if s["method"] == PLAIN and place.items() <= s.items()]
         size = ours[0]["bin"]
@@ -96,10 +92,8 @@ def position_rows(part: str, header: Record, samples: list[Record]) -> list[Reco
             middle, slow = medians(bins), medians(beside)["ms_per_token"]
             made.append(
                 {
-                    "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
-                    "shape": header["settings"]["shape"], "kind": ours[0]["kind"], **place,
-                    "settings": header["settings"]["options"], "runs": len(ours), "from": first,
-                    "to": first + size, "budget": ours[0]["chosen"].get("budget"),
+                    **described(part, header, ours), "from": first, "to": first + size,
+                    "budget": ours[0]["chosen"].get("budget"),
                     "plain_ms_per_token": slow, "speedup": round(slow / middle["ms_per_token"], 4),
                     **{
                         name: middle[name]

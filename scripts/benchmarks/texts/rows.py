@@ -18,12 +18,8 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     decoding beside it, speed-ups are those of the pairs, and ``speedup_error`` is the standard error of their
     median; transformers' cache is then compared with ours by its runs beside the same ones.
     """
-    found: dict[tuple[str, int, float], list[Record]] = {}
-    for s in samples:
-        if s["method"] == OURS:
-            found.setdefault((s["text"], s["context"], s["temperature"]), []).append(s)
     made = []
-    for (text, context, temperature), ours in found.items():
+    for (text, context, temperature), ours in by_cell(samples).items():
         here = [s for s in samples if (s["text"], s["context"]) == (text, context)]
         decoded = [s for s in here if s["method"] == PLAIN and s["temperature"] == temperature]
         if not decoded:
@@ -34,10 +30,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         plain = min(beside, key=lambda method: beside[method])
         made.append(
             {
-                "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
-                "shape": header["settings"]["shape"], "text": text, "kind": ours[0]["kind"],
-                "context": context, "temperature": temperature, "settings": header["settings"]["options"],
-                "runs": len(ours),
+                **described(part, header, ours),
                 **{
                     name: round(value, 4)
                     for name, value in _speed(ours, decoded, beside[plain], beside[PLAIN]).items()
@@ -54,6 +47,25 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
             }
         )  # fmt: skip
     return made
+
+
+def by_cell(samples: list[Record]) -> dict[tuple[str, int, float], list[Record]]:
+    """Returns our own samples by text, context and temperature."""
+    found: dict[tuple[str, int, float], list[Record]] = {}
+    for s in samples:
+        if s["method"] == OURS:
+            found.setdefault((s["text"], s["context"], s["temperature"]), []).append(s)
+    return found
+
+
+def described(part: str, header: Record, ours: list[Record]) -> Record:
+    """Returns what a row says of its cell, beside the figures."""
+    settings = header["settings"]
+    return {
+        "part": part, "machine": header["hardware"], "model": settings["model"], "shape": settings["shape"],
+        **{name: ours[0][name] for name in ("text", "kind", "context", "temperature")},
+        "settings": settings["options"], "runs": len(ours),
+    }  # fmt: skip
 
 
 def _static(here: list[Record], plain: float) -> float | None:

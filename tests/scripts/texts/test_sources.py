@@ -148,7 +148,7 @@ def test_a_column_of_something_else_than_text_is_refused(tmp_path: Path, held: s
 
 
 def test_several_texts_of_a_record_are_one_document(tmp_path: Path) -> None:
-    """As in SPEED-Bench, whose columns these are."""
+    """The columns are those of SPEED-Bench."""
     row = dict.fromkeys(("question_id", "category", "sub_category", "source", "src_id", "difficulty"), "x")
     rows = [row | {"turns": ["a", "b"], "multiturn": True}, row | {"turns": ["c"], "multiturn": False}]
     made = datasets.Dataset.from_list(rows)
