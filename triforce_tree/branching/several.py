@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from triforce_tree.branching.node import Node
@@ -186,7 +186,6 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
     criteria = [each if _known(each) else CheckedCriterion(each) for each in arguments.criteria]
     if not request.to_probs.greedy:
         processors.append(Drawable(request.to_probs.nan_error(False), beams))
-    with_nan = any(type(each) is InfNanRemoveLogitsProcessor for each in request.processors)
     with engine.generation(), seeded(seed, target.device):
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts])
@@ -201,7 +200,7 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
                 stopping_criteria=StoppingCriteriaList(criteria),
                 prefix_allowed_tokens_fn=allowed and renumbered(allowed, lambda n: n, target.vocab_size),
                 **{
-                    CACHE: BeamTree(slots, beams, progress, with_nan),
+                    CACHE: BeamTree(slots, beams, progress, request.to_probs.removes_nan),
                     **arguments.options, **settings, "num_beams": beams, "num_return_sequences": count,
                     "return_dict_in_generate": True,
                 },

@@ -25,6 +25,7 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.loading.load_guard import compare_at_load
+from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.settings import check_settings, within_limits
 from triforce_tree.planning import memory_map, memory_plan
@@ -168,14 +169,18 @@ class Hierarchy:
         """Returns whether one of the models has changed since the current call began, without waiting for the
         work of GPUs.
         """
-        return any(changes.differs() for changes in [self.target.changes, *self._level_0.changes])
+        return any(changes.differs() for changes in self._changes)
 
     def begin_reading(self) -> Callable[[], bool]:
         """Begins to read weights behind the present work of devices. Returns a function that waits for this,
         and returns whether the weights are those with which the current call began.
         """
-        begun = [changes.begin_reading() for changes in [self.target.changes, *self._level_0.changes]]
+        begun = [changes.begin_reading() for changes in self._changes]
         return lambda: all(same() for same in begun)
+
+    @property
+    def _changes(self) -> list[Changes]:
+        return [self.target.changes, *self._level_0.changes]
 
     # Settings
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    InfNanRemoveLogitsProcessor,
     MaxLengthCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -55,7 +54,7 @@ def decode_in_step(
         )
     if not request.to_probs.greedy:
         processors.append(Drawable(request.to_probs.nan_error(request.masked)))
-    forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
+    forward = _Forward(passes, request.to_probs.removes_nan)
     followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)
     start = time.perf_counter()

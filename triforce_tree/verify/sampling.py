@@ -78,6 +78,7 @@ class ProbsFromLogits:
         reading_text: the processors that depend on the preceding tokens.
         context_free: whether a node's distribution depends on its logits alone, and not on the preceding
             tokens.
+        removes_nan: whether a processor removes NaN from logits.
         options: what stages read from buffers of the batch, see ``sampling_options``.
         others: the processors that are applied after the options.
         in_stages: whether stages carry out all processors for any number of sequences, and can be captured.
@@ -97,7 +98,7 @@ class ProbsFromLogits:
         self.processors = [_of_sequence(processor, number) for processor in processors or ()]
         self.reading_text = [p for p in self.processors if type(p) not in _CONTEXT_FREE]
         self.context_free = not self.reading_text
-        self._removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
+        self.removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
         self.options, self.others = split(self.processors, self._padding)
         self.in_stages = all(type(p) in _CONTEXT_FREE for p in self.others)
         if greedy:
@@ -170,7 +171,7 @@ class ProbsFromLogits:
             ValueError: the logits contain NaN, and no processor removes it.
         """
         scores = logits.float()
-        if not self._removes_nan and torch.isnan(scores).any():
+        if not self.removes_nan and torch.isnan(scores).any():
             raise ValueError(NAN_LOGITS)
         if self.context_free:
             return self.context_free_scores(scores)
