@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
 
 NEW = 48
 HOW: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-# Two sizes of padded chunks, whole ones of another prompt, and the end of a chunk of 4,096 tokens.
-LENGTHS = (700, 701, 1990, 2049, 5000, 8192)
+# Sizes of padded chunks, short and longer ones, and the end of a chunk of 4,096 tokens.
+LENGTHS = (700, 701, 1990, 2049, 3000, 5000, 8192)
 
 
 def engine_of(dtype: torch.dtype, **options: Any) -> Engine:

@@ -1,8 +1,8 @@
 """Forwards of chunks of prompts as CUDA graphs, with attention between them.
 
 The host takes longer to launch the layers of an 8B model for 2,048 tokens than a Hopper GPU takes to compute
-them. A lone prompt needs no graphs of longer chunks. A server captures those of whole chunks as well, because
-its host has other work while the GPU computes them.
+them. A lone prompt needs no graphs of longer chunks. A server captures those of all chunks, because its host
+has other work while the GPU computes them.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,16 @@ MOST_TOKENS = 4096
 """Most tokens of a chunk that is captured."""
 SHORT = 2048
 """Most tokens of a chunk that is captured when it is first needed."""
-# Short chunks are padded to multiples of so many tokens, each of which has graphs of its own: the rows of a
-# tile of cuBLAS.
+# Chunks are padded to multiples of so many tokens, each of which has graphs of its own: the rows of a tile of
+# cuBLAS.
 _TOKENS = 128
-# A chunk of more tokens counts as a whole one: the last token of a prompt is no part of its chunks.
-_NEARLY = MOST_TOKENS - 2 * _TOKENS
 
 Forward = Callable[[Tensor, Tensor, Attend], None]
 """Runs the layers for token ids and positions, int64 ``[1, T]`` each, with an attention function."""
 
 
 class ChunkGraphs:
-    """Runs forwards of short chunks, padded at their end, and once prepared of nearly ``MOST_TOKENS`` tokens.
+    """Runs forwards of chunks that are padded at their end: of short ones, and of longer ones once prepared.
 
     The padding has no keys or values and takes no part in attention. All other work of the layers is by
     token. Chunks of one padded size have the same bits, whether their forward is captured yet or not.
@@ -52,8 +50,7 @@ class ChunkGraphs:
 
     def serves(self, tokens: int) -> bool:
         """Returns whether :meth:`run` takes a chunk of so many tokens."""
-        whole = _NEARLY < tokens <= MOST_TOKENS and MOST_TOKENS in self._captured
-        return tokens <= SHORT or whole
+        return tokens <= SHORT or _padded(tokens) in self._captured
 
     def run(self, tokens: list[int], positions: Tensor, attend: Attend) -> None:
         """Runs a forward of T tokens.
@@ -62,8 +59,7 @@ class ChunkGraphs:
             positions: int64 ``[T]``, increasing by one.
             attend: gets the queries, keys and values of the T tokens.
         """
-        count = len(tokens)
-        size = -(-count // _TOKENS) * _TOKENS if count <= SHORT else MOST_TOKENS
+        count, size = len(tokens), _padded(len(tokens))
         if size not in self._captured:
             self._captured[size] = self._prepared(size)
         inputs, forward = self._captured[size]
@@ -90,7 +86,7 @@ class ChunkGraphs:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             return v.new_zeros(1, v.shape[2], q.shape[1], v.shape[3])
 
-        for size in (MOST_TOKENS, *range(SHORT, 0, -_TOKENS)):
+        for size in range(MOST_TOKENS, 0, -_TOKENS):
             for _ in range(2):
                 self.run([0] * size, torch.arange(size, device=self._device), attend)
 
@@ -124,3 +120,7 @@ class ChunkGraphs:
             shape = 1, MOST_TOKENS, heads or own, dim
             self._buffers[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self._buffers[key][:, :size].transpose(1, 2)
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // _TOKENS) * _TOKENS
