@@ -124,6 +124,8 @@ class PooledStore(PagedStore):
         # The pages of each sequence in the tables, and how many of them are shared, -1 at first.
         self._in_tables: list[tuple[list[int], int]] = [([], -1)] * batch
         self._plans: WeakSet[PrefixPlan] = WeakSet()
+        # What the plans were given last.
+        self._planned: tuple[list[PrefixSegment], list[int]] = ([], [0] * batch)
         self.means: dict[int, Tensor] = beside.means if beside is not None else {}
         self.shared: list[list[int]] = [[] for _ in range(batch)]
         self.own = self.shared
@@ -141,7 +143,7 @@ class PooledStore(PagedStore):
     def keep_current(self, plan: PrefixPlan) -> None:
         """Gives a plan the prefixes now and whenever they change."""
         self._plans.add(plan)
-        plan.set(*self._segments())
+        plan.set(*self._planned)
 
     def _segments(self) -> tuple[list[PrefixSegment], list[int]]:
         """Returns the prefixes that several sequences read together, and where those of each sequence end."""
@@ -180,8 +182,10 @@ class PooledStore(PagedStore):
         self._packed.send()
         of_pages = self.chunks.view(*self.pages.shape, self._in_page)
         torch.add(self._chunk_in_page, self.pages[:, :, None], alpha=self._in_page, out=of_pages)
-        for plan in self._plans:
-            plan.set(segments, ends)
+        if self._planned != (segments, ends):
+            self._planned = segments, ends
+            for plan in self._plans:
+                plan.set(segments, ends)
 
     def _slots(self, b: int, start: int, stop: int, spare: bool = False) -> slice | Tensor:
         """Returns the slots of positions ``start`` to ``stop`` of a sequence, see :func:`selection`."""
