@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from triforce_tree.decoding.program import DecodingProgram
@@ -18,7 +19,9 @@ from triforce_tree.runtime.stats import Progress
 
 # Device seconds of prefill between two passes, unless a single chunk takes longer. Sequences wait for them;
 # but passes for few sequences, while prompts of others wait, cost as much as passes for many later.
-_PAUSE = 0.22
+_PAUSE = 0.2
+# When the chunks after the running one take fewer device seconds, the host prepares what follows them.
+_NEXT = 0.06
 # The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
 _TURN = 4
 # Chunks that begin at positions with the same multiple of this take about as long for each token.
@@ -191,8 +194,11 @@ class ChunkedPrefill:
             seconds += self._expected(position, tokens)
 
     def wait(self) -> None:
-        """Waits until the device computes the last chunk that has begun."""
+        """Waits until the device computes one of the last chunks that have begun."""
         while len(self._begun) > 1:
+            later = islice(self._begun, 1, None)
+            if sum(self._expected(each.position, each.tokens) for each in later) < _NEXT:
+                break
             self._begun[0].stop.wait()
             self.note()
 

@@ -212,10 +212,10 @@ class DecodingLoop:
         return self._places is not None or not self._prefilled or bool(self.unread)
 
     def wait_for_chunks(self) -> None:
-        """Waits while the device has more than one chunk of a prompt to compute.
+        """Waits while the device has several chunks of prompts to compute.
 
         A prompt that comes meanwhile can then join before the next pass, which the host prepares beside the
-        last chunk.
+        last chunks.
         """
         self._chunked.wait()
 
