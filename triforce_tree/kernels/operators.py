@@ -56,14 +56,17 @@ def operator(
         if triton is not None:
             launch = _launcher(triton, function.__module__, name)
             _LIBRARY.impl(name, _or_compiles(launch, function), "CUDA")
-        if cpu is not None:
-            _LIBRARY.impl(name, _launcher(cpu, function.__module__, name), "CPU")
+        host = None if cpu is None else _launcher(cpu, function.__module__, name)
+        if host is not None:
+            _LIBRARY.impl(name, host, "CPU")
         if schema.endswith("-> ()"):
             fake(name)(lambda *_, **__: None)
         overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if host is not None and _on_host(args[0]):
+                return cast(R, host(*args, **kwargs))
             return cast(R, overload(*args, **kwargs))
 
         wrapped = cast(Operator[P, R], call)
@@ -71,6 +74,11 @@ def operator(
         return wrapped
 
     return register_operator
+
+
+def _on_host(x: Any) -> bool:
+    """Returns whether torch's dispatcher, which takes 10 us, would only find the function for the CPU."""
+    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
 
 
 def _launcher(module: str, beside: str, name: str) -> Callable[..., Any]:

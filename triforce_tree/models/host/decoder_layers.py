@@ -150,9 +150,7 @@ def _forward(
         made = project(x, norm, (q.matrix(), k.matrix(), v.matrix()), *position_embeddings)
     if made is None:
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
-    batch, tokens, _ = x.shape
-    heads = [t.view(batch, tokens, -1, dim).transpose(1, 2) for t in made]
-    attended = running.attention(heads[0], heads[1], heads[2], params).flatten(2)
+    attended = running.attention(*made, params).flatten(2)
     gate, up, down = parts.mlp
     norm = Norm(parts.norms[1]._parameters["weight"], parts.eps[1])  # type: ignore[arg-type]
     mlp = gate.matrix(), up.matrix(), down.matrix()

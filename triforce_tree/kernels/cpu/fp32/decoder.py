@@ -33,7 +33,7 @@ def project(
         cos, sin: ``[B, T, D]``, or ``[1, T, D]`` for all sequences; D is the size of a head.
 
     Returns:
-        ``[B, T, H_q * D]``, ``[B, T, H_kv * D]`` and ``[B, T, H_kv * D_v]``; None for arguments of other
+        ``[B, H_q, T, D]`` and twice ``[B, H_kv, T, D]``, each dense by tokens; None for arguments of other
         shapes, dtypes or layouts.
     """
     batch, tokens, size = x.shape
@@ -43,9 +43,17 @@ def project(
     if library is None or not all(t.is_contiguous() for t in (x, cos, sin)):
         return None
     outs = [by.weight.shape[0] for by in matrices]
-    if outs[0] % dim or outs[1] % dim:
+    if any(count % dim for count in outs):
         return None
-    made = [x.new_empty(batch, tokens, count) for count in outs]
+    made = [
+        torch.empty_strided(
+            (batch, count // dim, tokens, dim),
+            (tokens * count, dim, count, 1),
+            dtype=torch.float32,
+            device="cpu",
+        )
+        for count in outs
+    ]
     normed = torch.empty_like(x)
     library.project(
         _PROJECT.pack(
