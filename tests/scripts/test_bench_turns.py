@@ -106,7 +106,7 @@ def test_an_offloaded_cache_is_not_dropped_by_plain_decoding(script: Any) -> Non
     run = script("benchmarks.requests.conversation")
     engine = run.random_engine("offloaded (Llama)", {"prefix_cache": "1GiB"})
     mine, other = ([list(range(n, n + 30)) for n in range(first, first + 120, 40)] for first in (10, 900))
-    for rows in run.measured(engine, mine, other, 4, recorded=False):
+    for rows in run.measured(engine, run.CASES, mine, other, 4, recorded=False):
         for before, row in itertools.pairwise(rows):
             assert row["reused_tokens"] == row["plain_reused_tokens"] == before["prompt_tokens"] + 3
             assert row["own_prefill_seconds"] > 0
@@ -118,6 +118,8 @@ def test_both_kinds_of_turns_are_measured_into_one_file(script: Any, tmp_path: P
     words = ["--tiny", "--kinds", "embedded pair", "--out", str(tmp_path)]
     assert run.main([*words, "--trace", "synthetic"]) == 0
     assert run.main(words) == 0
+    # One case alone keeps the rows of the other.
+    assert run.main([*words, "--cases", "alone"]) == 0
     content = content_at(tmp_path / tables.CONVERSATION.format(machine="cpu"))
     assert content["parts"].keys() == {"synthetic", "questions"}
     assert content["parts"]["synthetic"]["versions"].keys() >= {"torch", "rich"}

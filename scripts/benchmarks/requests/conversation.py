@@ -54,6 +54,7 @@ from triforce_tree.loading.checkpoints import PAIR as PAIR_FILES
 from triforce_tree.loading.checkpoints import load_tokenizer
 from triforce_tree.runtime.executor import free_memory
 
+CASES = (ALONE, BESIDE)
 THIRDS = ("early", "middle", "late")
 _MEDIANS = (
     "first_token_seconds", "prefill_seconds", "own_prefill_seconds", "of_own", "decode_seconds",
@@ -174,18 +175,18 @@ def conversation(
 
 
 def measured(
-    engine: Engine, turns: Turns, other: Turns, reply: int, recorded: bool
+    engine: Engine, cases: Sequence[str], turns: Turns, other: Turns, reply: int, recorded: bool
 ) -> Iterator[list[Record]]:
-    """Yields the rows of a conversation alone, then those of one beside another, each row with what plain
-    decoding took.
+    """Yields the rows of the conversation in each case, each row with what plain decoding took.
 
     Args:
+        cases: ``ALONE`` and ``BESIDE``; the forwards over the new tokens are timed alone.
         turns, other, recorded: see :func:`conversation`.
     """
     plain, firsts = engine.with_options(levels=1), itertools.count(1)
     own_seconds = dict[int, float | None]()
-    for case, beside in ((ALONE, []), (BESIDE, other)):
-        rows = list[Record]()
+    for case in cases:
+        beside, rows = other if case == BESIDE else [], list[Record]()
         both = [
             conversation(own, (next(firsts), next(firsts)), turns, beside, reply, recorded)
             for own in (engine, plain)
@@ -208,7 +209,7 @@ def measured(
 def summary(rows: list[Record]) -> list[Record]:
     """Returns a row for each third of the turns of each case: medians over its turns, and sums of tokens."""
     found = []
-    for case in (ALONE, BESIDE):
+    for case in CASES:
         own = [row for row in rows if row["case"] == case]
         for number, third in enumerate(THIRDS):
             cut = own[number * len(own) // 3 : (number + 1) * len(own) // 3]
@@ -240,6 +241,7 @@ def main(words: Sequence[str]) -> int:
     models.add_argument("--target", help="a model with a tokenizer, folder or hub id, in place of these")
     made.add_argument("--draft", help="its draft; by default suffix matching")
     made.add_argument("--kinds", nargs="+", choices=[PAIR, *RANDOM], help="on a CPU; by default all")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="the other one keeps its rows")
     made.add_argument("--context", type=int, help="tokens after the last turn; 16,384 on a CPU, else 100,000")
     made.add_argument("--turns", type=int, help="the most; by default 60, of a trace all")
     made.add_argument("--reply", type=int, default=64, help="tokens of a reply")
@@ -296,12 +298,16 @@ def main(words: Sequence[str]) -> int:
     part_of = {kind: OF_RANDOM if kind in RANDOM and part == QUESTIONS else part for kind in kinds}
     parts = {**kept["parts"], **dict.fromkeys(part_of.values(), head)}
     rows, every = (
-        [row for row in kept.get(name, []) if row["part"] not in part_of.values()]
+        [
+            row
+            for row in kept.get(name, [])
+            if row["part"] not in part_of.values() or row["case"] not in args.cases
+        ]
         for name in ("rows", "turns")
     )
     for kind, make in kinds.items():
         engine, part = make(), part_of[kind]
-        for found in measured(engine, *both, reply, args.trace is not None):
+        for found in measured(engine, args.cases, *both, reply, args.trace is not None):
             thirds = summary(found)
             rows += [{"part": part, "kind": kind, **row} for row in thirds]
             every += [{"part": part, "kind": kind, **row} for row in found]
