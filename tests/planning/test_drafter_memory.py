@@ -19,6 +19,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.blocks.drafter import BlockDrafter
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
+from triforce_tree.drafters.registry import trained_drafter
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
@@ -57,6 +58,7 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         "medusa": Medusa(medusa_folder(folder / "medusa", target)),
         "medusa, the target's head": Medusa(medusa_folder(folder / "tied", target, layers=2, tied=True)),
         "eagle": Eagle3(eagle_folder(folder / "eagle", target, 40), sinks=2, window=24),
+        "p-eagle": trained_drafter(eagle_folder(folder / "parallel", target, ptd_token_id=1), {"window": 24}),
         "three mtp layers": mtp(target, "best-first:2,2,1", 3, 2, 24),
         "eagle, own embeddings": Eagle3(
             eagle_folder(folder / "own", target, embeddings=True), tree="static:0;1;0.0", sinks=4, window=32
@@ -72,8 +74,8 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
 
 
 NAMES = [
-    "medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "three mtp layers", "block",
-    "DSpark", "DSpark, the target's matrices", "speculators", "suffix",
+    "medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "p-eagle", "three mtp layers",
+    "block", "DSpark", "DSpark, the target's matrices", "speculators", "suffix",
 ]  # fmt: skip
 
 

@@ -44,6 +44,10 @@ _BY_DEPTH = DefaultTrees(tree=(6, 6, 5, 4, 3), small=(2, 2, 1), chain=3, chains=
 DEFAULT_TREES = {
     "eagle3": _BY_DEPTH,
     "mtp": _BY_DEPTH,
+    # One run predicts all depths. Heads are trained for eight of them unless they name another number.
+    "p-eagle": DefaultTrees(
+        tree=(8, 8, 8, 7, 6, 5, 4, 3), small=(2, 2, 2, 2, 1, 1), chain=4, chains=(7, 4)
+    ),
     # Each run reads keys and values of the whole text, so there are fewer of them.
     "gemma4": _BY_DEPTH._replace(tree=(4, 4, 4, 3)),
     # There are as many nodes at each depth as in the tree of 63 nodes that Medusa's authors chose for

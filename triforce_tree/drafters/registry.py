@@ -27,6 +27,8 @@ MUSE = "muse_glimmer_assistant"
 
 PARTS = ("dflash_config", "eagle_config", "transformer_layer_config")
 """The fields of ``config.json`` that hold further fields."""
+MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""The fields for the mask token of a P-EAGLE head, by different writers."""
 
 
 class Format(NamedTuple):
@@ -53,6 +55,13 @@ def _drafts_blocks(config: Mapping[str, Any], files: frozenset[str]) -> bool:
     return named and not files.isdisjoint(WEIGHTS)
 
 
+def _drafts_in_parallel(config: Mapping[str, Any], files: frozenset[str]) -> bool:
+    parts = [config, *(config.get(name) or {} for name in PARTS)]
+    named = config.get("speculators_model_type") == "peagle"
+    named = named or any(part.get(name) is not None for part in parts for name in MASK_TOKENS)
+    return named and not files.isdisjoint(WEIGHTS)
+
+
 _HEADS = "triforce_tree.drafters.heads"
 _BLOCKS = "triforce_tree.drafters.blocks"
 _TREES = ("tree", "other_trees")
@@ -69,6 +78,7 @@ FORMATS = (
         "a Gemma 4 assistant", lambda config, _: config.get("model_type") in ASSISTANTS,
         "triforce_tree.drafters.gemma4:Gemma4Assistant", _TREES,
     ),
+    Format("a P-EAGLE head", _drafts_in_parallel, f"{_HEADS}.parallel_eagle:ParallelEagle3", PAIRED),
     Format(
         "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",
         PAIRED,

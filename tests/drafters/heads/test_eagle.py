@@ -19,6 +19,7 @@ from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer
+from triforce_tree.drafters.registry import trained_drafter
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
 
@@ -41,6 +42,7 @@ class Plain:
     def __init__(self, folder: Path, inputs: tuple[int, ...]) -> None:
         weights = load_file(folder / "model.safetensors")
         self.weights = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
+        self.masked = weights.get("mask_hidden")
         config = json.loads((folder / "config.json").read_text())
         self.has = {name: config.get(name, False) for name in SWITCHES}
         self.inputs = inputs
@@ -93,6 +95,9 @@ class Plain:
             hidden, embedded = (torch.cat([x[:sinks], x[len(x) - window :]]) for x in (hidden, embedded))
         out, normed = self.layer(embedded, hidden)
         for token in path:
+            if self.masked is not None:
+                # The drafted tokens are not read.
+                token, out = MASK, self.fused([*self.masked.view(1, -1).chunk(len(self.inputs), -1)])
             hidden, embedded = torch.cat([hidden, out]), torch.cat([embedded, table[token][None]])
             out, normed = self.layer(embedded, hidden)
         if "d2t" not in self.weights:
@@ -102,6 +107,7 @@ class Plain:
         return torch.full((TARGET.config.vocab_size,), -torch.inf).scatter(0, ids, own)
 
 
+MASK = 5
 SWITCHES = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 CASES = {
     "shared vocabulary": (2, {}, "best-first:3,2,2", 2, 200),
@@ -131,6 +137,19 @@ CASES = {
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
         "chain:3", 2, 200,
     ),
+    "P-EAGLE": (2, {"ptd_token_id": MASK, "parallel_drafting": True}, "best-first:3,2,2", 2, 9),
+    "P-EAGLE, speculators": (
+        3,
+        {
+            "speculators": True, "ptd_token_id": MASK, "para_num": 3, "down_sample_ratio": 0.7,
+            "norm_before_residual": True, "norm_before_fc": True, "draft_vocabulary": 40,
+        },
+        "best-first:3,2,2", 2, 9,
+    ),
+    "P-EAGLE, Qwen3 layer": (
+        2, {"pard_token": MASK, "mask_token_id": MASK, "model_type": "qwen3", "fc_norm": True},
+        "chain:3", 0, 7,
+    ),
     "levels, gamma": (3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "chain:2", 3, 200),
 }  # fmt: skip
 
@@ -142,7 +161,8 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
     levels, how, tree_name, sinks, window = CASES[name]
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     plain = Plain(folder, how.get("inputs", (1, 2, 2)))  # type: ignore[attr-defined]
-    drafter = Eagle3(folder, tree=tree_name, sinks=sinks, window=window)
+    drafter = trained_drafter(folder, {"tree": tree_name, "sinks": sinks, "window": window})
+    assert isinstance(drafter, Eagle3)
     trees = compare_nodes(drafter, lambda tokens, path: plain.logits(tokens, path, sinks, window))
     tail = levels == 3
     engine = triforce_tree.load(
@@ -150,7 +170,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
     )
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
-    assert out.levels[0].name == "eagle3"
+    assert out.levels[0].name == ("p-eagle" if plain.masked is not None else "eagle3")
     assert len(trees) > 4
 
 
@@ -189,8 +209,16 @@ UNKNOWN: dict[str, tuple[dict[str, object], str]] = {
         {"extra": {"layers.1.mlp.up_proj.weight": (24, 32)}}, r"no supported layout \(layers.1.mlp.up_proj"
     ),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2 in .* is not supported"),
-    "parallel drafting": (
-        {"ptd_token_id": 5, "num_hidden_layers": 4}, "a P-EAGLE head, .* mask tokens, here through 4 layers"
+    "parallel drafting through layers": (
+        {"ptd_token_id": 5, "num_hidden_layers": 4}, "num_hidden_layers=4 in .* is not supported"
+    ),
+    "a mask token that is no number": ({"ptd_token_id": "5"}, "ptd_token_id='5' in .* must be one integer"),
+    "two mask tokens": (
+        {"ptd_token_id": 5, "pard_token": 6}, "ptd_token_id=5, pard_token=6 in .* must be one integer"
+    ),
+    "a mask token outside": ({"ptd_token_id": 999}, "the mask token 999 .* not in the target's vocabulary"),
+    "no mask token": (
+        {"speculators_model_type": "peagle"}, "has no mask token .* and holds no P-EAGLE head"
     ),
     "parallel drafting by a tensor": (
         {"extra": {"mask_hidden": (1, 96)}}, r"no supported layout \(mask_hidden\)"
@@ -232,6 +260,17 @@ def test_what_would_not_be_computed_is_refused_by_name(name: str, tmp_path: Path
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         triforce_tree.load(TARGET, drafter=folder)
+
+
+def test_trees_are_as_deep_as_a_head_drafts_in_parallel(tmp_path: Path) -> None:
+    folder = eagle_folder(tmp_path, TARGET, ptd_token_id=MASK, para_num=2)
+    engine = triforce_tree.load(TARGET, drafter=folder, levels=2)
+    out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
+    with pytest.raises(ValueError, match=r"the tree has 3 depths, and the head in .* predicts 2 tokens"):
+        triforce_tree.load(TARGET, drafter=folder, tree="chain:3")
+    with pytest.raises(ValueError, match="holds a P-EAGLE head, which drafts all depths in one forward"):
+        Eagle3(folder)
 
 
 def test_no_field_is_passed_over_where_it_stands(tmp_path: Path) -> None:

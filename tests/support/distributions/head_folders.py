@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, modeling_layers
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
 from triforce_tree.drafters.heads.pairs import PairDrafter
+from triforce_tree.drafters.registry import MASK_TOKENS, trained_drafter
 
 MTP = hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions")
 """Whether transformers reads the MTP layers of checkpoints."""
@@ -70,7 +71,7 @@ def eagle_folder(
         draft_vocabulary: its size; None for the target's own head and vocabulary.
         speculators: write the layout of vllm-project/speculators instead of SafeAILab's.
         extra: shapes of more tensors.
-        settings: fields of ``config.json``; norms are written as they demand.
+        settings: fields of ``config.json``; norms, and the state of a mask token, are written as they demand.
     """
     size, vocabulary, random = target.config.hidden_size, target.config.vocab_size, _generator(8)
     config = {
@@ -110,6 +111,8 @@ def eagle_folder(
     if config["model_type"] == "qwen3":
         norms = {f"midlayer.self_attn.{x}_norm.weight": (head,) for x in "qk"}
         weights |= {name: 1 + 0.3 * torch.randn(*shape, generator=random) for name, shape in norms.items()}
+    if any(name in config for name in MASK_TOKENS):
+        weights["mask_hidden"] = torch.randn(1, *[1] * speculators, len(inputs) * size, generator=random)
     for name, shape in (extra or {}).items():
         weights[name] = torch.randn(*shape, generator=random)
     if embeddings:
@@ -134,13 +137,17 @@ def eagle_folder(
 def _as_speculators(
     config: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    outer = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
+    outer = (
+        "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size", "para_num",
+        "down_sample_ratio", "ptd_token_id",
+    )  # fmt: skip
     layer = {
         name: value for name, value in config.items() if name not in (*outer, "architectures", "eagle_config")
     }
     inputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     nested = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "peagle" if "ptd_token_id" in config else "eagle3",
         "speculators_version": "0.6.0", "speculators_config": {"algorithm": "eagle3"},
         "transformer_layer_config": {**layer, "num_hidden_layers": 1},
         "target_hidden_size": config["hidden_size"],
@@ -160,7 +167,9 @@ def eagle(target: PreTrainedModel, tree: str, sinks: int = 1, window: int = 6, *
     """Returns a random head for a target; ``how``: of :func:`eagle_folder`."""
     with TemporaryDirectory() as folder:
         head = eagle_folder(Path(folder), target, **how)
-        return Eagle3(head, tree=tree, sinks=sinks, window=window)
+        drafter = trained_drafter(head, {"tree": tree, "sinks": sinks, "window": window})
+    assert isinstance(drafter, Eagle3)
+    return drafter
 
 
 def mtp(target: PreTrainedModel, tree: str, layers: int = 1, sinks: int = 1, window: int = 6) -> PairDrafter:

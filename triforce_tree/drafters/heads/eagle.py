@@ -27,10 +27,14 @@ class Eagle3(PairDrafter):
         OSError, ValueError: the folder has no such files, or a size is out of range.
     """
 
+    kind = "eagle3"
+
     def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__("eagle3", self._network, **options)
         self.folder = Path(folder)
         self.format = eagle_format(self.folder)
+        self._check_kind()
+        source = f"the head in {str(self.folder)!r}"
+        super().__init__(self.kind, self._network, **options, deepest=self.format.depths, source=source)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
         if "fc.weight" not in self._weights or not any(n.startswith("midlayer.") for n in self._weights):
             raise ValueError(
@@ -43,6 +47,14 @@ class Eagle3(PairDrafter):
                 f"the head in {str(folder)!r} attends to the newest {trained} tokens, fewer than "
                 f"sinks={self.sinks}, window={self.window} and the tree's {self._depth} depths; set window "
                 f"to at most {trained - self.sinks - self._depth}"
+            )
+
+    def _check_kind(self) -> None:
+        """Raises ValueError if this class does not draft as the head was trained."""
+        if self.format.mask_token is not None:
+            raise ValueError(
+                f"{str(self.folder)!r} holds a P-EAGLE head, which drafts all depths in one forward; give "
+                "the folder itself, as in load(target, drafter=FOLDER)"
             )
 
     def _network(self, target: HFModel) -> EagleLayer:

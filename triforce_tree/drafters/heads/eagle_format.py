@@ -6,6 +6,8 @@ Three layouts differ in the names of tensors and fields, and in where the layer 
 * EAGLE-3.1 (arXiv 2605.09992): also ``fc_norm.N.weight``, and the fields ``fc_norm`` and ``norm_output``.
 * github.com/vllm-project/speculators: ``layers.0.*``; the fields of the layer stand in
   ``transformer_layer_config``; ``norm_before_residual``, ``norm_before_fc`` and ``target_hidden_size``.
+
+P-EAGLE heads (arXiv 2602.01469) add ``mask_hidden`` and the id of a mask token.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, flat, layers_of
-from triforce_tree.drafters.registry import CONFIG, settings
+from triforce_tree.drafters.registry import CONFIG, MASK_TOKENS, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
 # that a configuration leaves out have the family's defaults.
@@ -29,8 +31,15 @@ _READ = frozenset([
     # These describe layers and heads that a head of one layer and one step does not have.
     "next_layer_regular", "parallel_draft_heads_num_layers",
 ])  # fmt: skip
-# Names of the mask token of P-EAGLE heads.
-_PARALLEL = ("mask_token_id", "ptd_token_id", "pard_token")
+# Names of the number of depths of P-EAGLE heads, and fields of theirs that only training reads.
+_DEPTHS = ("para_num", "para_depths", "num_depths")
+_TRAINING = (
+    "down_sample_ratio",
+    "down_sample_ratio_min",
+    "loss_type",
+    "max_seq_len",
+    "prediction_loss_weight",
+)
 # Fields that may have one value only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "eagle_aux_hidden_state_layer_ids": lambda value: isinstance(value, list),
@@ -61,6 +70,8 @@ class EagleFormat:
         norm_before_fc: the concatenated hidden states are normalised together.
         fc_norm: each of the hidden states is normalised.
         norm_output: the hidden state that is fed back is normalised.
+        mask_token: the token of the pairs whose tokens are not known (P-EAGLE); None for other heads.
+        depths: how many depths a P-EAGLE head was trained for; None if that is not named.
     """
 
     layer: Any
@@ -71,6 +82,8 @@ class EagleFormat:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token: int | None = None
+    depths: int | None = None
 
 
 def canonical(name: str) -> str:
@@ -94,21 +107,21 @@ def eagle_format(folder: Path) -> EagleFormat:
     if "hidden_size" not in fields:
         raise ValueError(f"{str(folder)!r} has no {CONFIG} with a hidden_size; give the whole folder")
     kind = fields.get("speculators_model_type", "eagle3")
-    if kind == "peagle" or any(name in fields for name in _PARALLEL):
+    if kind not in ("eagle3", "peagle"):
         raise ValueError(
-            f"{str(folder)!r} holds a P-EAGLE head, which predicts all depths in one forward by mask tokens, "
-            f"here through {fields.get('num_hidden_layers', 1)} layers; supported are heads of one layer "
-            "that draft one depth after the other (EAGLE-3), and block drafters (DFlash)"
+            f"{str(folder)!r} holds a head of the kind {kind!r}; supported are 'eagle3' and 'peagle'"
         )
-    if kind != "eagle3":
-        raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
+    masked = {name: fields[name] for name in MASK_TOKENS if name in fields}
+    parallel = kind == "peagle" or bool(masked)
     if fields.get("use_aux_hidden_state") is False:
         raise ValueError(
             f"the head in {str(folder)!r} reads no hidden states of inner layers (use_aux_hidden_state is "
             "false), and is no EAGLE-3 head"
         )
+    own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING) if parallel else ()
+    fixed = {**_FIXED, "parallel_drafting": lambda value: value is True} if parallel else _FIXED
     for name, value in fields.items():
-        check_field(folder, name, value, WITHOUT_EFFECT | _READ, _FIXED)
+        check_field(folder, name, value, WITHOUT_EFFECT | _READ | {*own}, fixed)
     switches = {name: fields.get(name, False) for name in _SWITCHES}
     if switches["norm_before_fc"] and switches["fc_norm"]:
         raise ValueError(
@@ -118,7 +131,20 @@ def eagle_format(folder: Path) -> EagleFormat:
     return EagleFormat(
         layer, tuple(inputs) if inputs else None, fields.get("target_hidden_size"),
         _sliding_window(layer, fields), **switches,
+        mask_token=_number(folder, masked, 0) if parallel else None,
+        depths=_number(folder, {name: fields[name] for name in _DEPTHS if name in fields}, 1),
     )  # fmt: skip
+
+
+def _number(folder: Path, found: Mapping[str, Any], least: int) -> int | None:
+    """Returns the value of fields that must all have the same; None if there are none."""
+    if not found:
+        return None
+    first, *others = found.values()
+    if type(first) is not int or first < least or any(value != first for value in others):
+        shown = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        raise ValueError(f"{shown} in {str(folder / CONFIG)!r} must be one integer of at least {least}")
+    return first
 
 
 def _layer(folder: Path, fields: Mapping[str, Any]) -> Any:

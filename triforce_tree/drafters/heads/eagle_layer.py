@@ -28,6 +28,8 @@ class EagleLayer:
 
     Attributes:
         The attributes are those of ``PairNetwork`` in ``heads/pairs.py``, with one layer.
+        masked: ``[1, 1, H]``, the fused hidden state of pairs whose tokens are not known; None for heads that
+            draft one depth after the other.
 
     Raises:
         ValueError: weights are missing, have other shapes, or would not be used.
@@ -119,6 +121,17 @@ class EagleLayer:
             self._head = lambda x: F.linear(x, head)
             if drafted < 0:
                 self._drafted = weights.vocabulary(len(head), target.vocab_size, device)
+        self.masked: Tensor | None = None
+        if format.mask_token is not None:
+            if format.mask_token >= target.vocab_size:
+                raise ValueError(
+                    f"the mask token {format.mask_token} of the head in {str(folder)!r} is not in the "
+                    f"target's vocabulary of {target.vocab_size}; give a head that was trained for it"
+                )
+            # Writers differ in the number of dimensions.
+            ones = weights.tensors["mask_hidden"].ndim - 1 if "mask_hidden" in weights else 1
+            state = weights.take("mask_hidden", *[1] * ones, features * size).to(device, target.dtype)
+            self.masked = self.fuse(state.view(1, 1, -1).split(size, -1))
         weights.refuse_unused(("t2d",))
         self.weight_bytes = sum(held.values()) + (0 if self._drafted is None else self._drafted.nbytes)
         with torch.device("cpu"):
@@ -138,8 +151,14 @@ class EagleLayer:
         random = torch.Generator().manual_seed(0)
         shape = (len(self.inputs), 1, pairs, size)
         states = list(torch.randn(shape, generator=random, dtype=torch.float32, device="cpu"))
+        if self.format.mask_token is not None:
+            tokens[:, -1] = self.format.mask_token
+            for state, part in zip(states, weights.tensors["mask_hidden"].flatten().split(size), strict=True):
+                state[:, -1] = part.float()
         embedded = self._embeddings(tokens)[0].float().cpu()
         fused = self.fuse([state.to(device) for state in states])
+        if self.masked is not None:
+            fused[:, -1:] = self.masked
         cos, sin = (angle.expand(1, -1, -1) for angle in self.angles(pairs, device))
         mask = torch.ones(1, pairs, pairs, dtype=torch.bool, device=device).tril()
 

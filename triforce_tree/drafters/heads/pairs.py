@@ -106,6 +106,7 @@ class PairDrafter(RingDrafter):
         network: makes the network for a target.
         tree, other_trees: shapes, see :class:`GrowingDrafter`.
         sinks, window: numbers of pairs in the cache.
+        deepest, source: see :class:`GrowingDrafter`.
 
     Raises:
         ValueError: a size is out of range.
@@ -119,8 +120,10 @@ class PairDrafter(RingDrafter):
         sinks: int = 4,
         window: int = 512,
         other_trees: str | Sequence[str | Shape] | None = None,
+        deepest: int | None = None,
+        source: str = "",
     ) -> None:
-        super().__init__(sinks, window, name, tree, other_trees)
+        super().__init__(sinks, window, name, tree, other_trees, deepest, source)
         self._network_for = network
 
     def attach(self, target: HFModel) -> None:
