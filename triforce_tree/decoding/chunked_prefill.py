@@ -22,7 +22,8 @@ from triforce_tree.runtime.stats import Progress
 _PAUSE = 0.2
 # When the chunks after the running one take fewer device seconds, the host prepares what follows them.
 _NEXT = 0.06
-# The prompt with the fewest tokens left is prefilled first, and every so many chunks the oldest one.
+# The prompt with the fewest tokens left is prefilled first, among those with about as many the oldest, and
+# every so many chunks the oldest of all.
 _TURN = 4
 # Chunks that begin at positions with the same multiple of this take about as long for each token.
 _ALIKE = 4096
@@ -176,7 +177,7 @@ class ChunkedPrefill:
         seconds = 0.0
         while indices := [index for index in self.running if not self._prompts[index].complete]:
             turn = (self._chunks + 1) % _TURN
-            index = min(indices, key=lambda each: self._prompts[each].left) if turn else indices[0]
+            index = min(indices, key=lambda b: self._prompts[b].left.bit_length()) if turn else indices[0]
             prompt = self._prompts[index]
             sequence, position = prompt.sequence, prompt.held
             stop = forward_end(position, len(sequence.tokens) - 1, program.cache.backend.chunk)

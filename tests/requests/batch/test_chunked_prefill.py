@@ -112,6 +112,17 @@ def test_a_running_text_goes_on_while_a_long_prompt_joins(case: str) -> None:
     assert joined.index("other") < joined.index("long"), "the shorter prompt does not wait for the longer one"
 
 
+def test_prompts_of_about_one_length_come_in_their_order() -> None:
+    """A prompt does not wait for all later ones that are a little shorter."""
+    engine, events = SHARING["plain"](), list[str]()
+    lengths = 250, 240, 230
+    joined = [Joined(prompt_of(n)[::-1], 4, Told(f"{n} tokens", events)) for n in lengths]
+    coming = Coming(joined, 4)
+    decoded(engine, coming, events, 60)
+    firsts = [events.index(f"{n} tokens") for n in lengths]
+    assert firsts == sorted(firsts)
+
+
 @pytest.mark.parametrize("kind", ["plain", "three levels"])
 def test_a_prompt_whose_client_has_left_is_prefilled_no_further(kind: str) -> None:
     """What was computed of it is used by a later prompt, and all slots are free again."""
