@@ -58,7 +58,9 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         "medusa": Medusa(medusa_folder(folder / "medusa", target)),
         "medusa, the target's head": Medusa(medusa_folder(folder / "tied", target, layers=2, tied=True)),
         "eagle": Eagle3(eagle_folder(folder / "eagle", target, 40), sinks=2, window=24),
-        "p-eagle": trained_drafter(eagle_folder(folder / "parallel", target, ptd_token_id=1), {"window": 24}),
+        "p-eagle": trained_drafter(
+            eagle_folder(folder / "parallel", target, ptd_token_id=1, num_hidden_layers=2), {"window": 24}
+        ),
         "three mtp layers": mtp(target, "best-first:2,2,1", 3, 2, 24),
         "eagle, own embeddings": Eagle3(
             eagle_folder(folder / "own", target, embeddings=True), tree="static:0;1;0.0", sinks=4, window=32

@@ -1,11 +1,13 @@
 """Widened drafters: they compute the small one's function beside the inflated target."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import triforce_tree
 from tests.support.distributions.block_folders import block_folder
@@ -36,6 +38,14 @@ def accepted(target: Any, folder: Path) -> tuple[list[int], float | None]:
     engine = triforce_tree.load(target, drafter=folder, levels=2, tree="best-first:3,2,2", advanced=advanced)
     out = engine.generate(prompt_of(40), max_new_tokens=40, do_sample=False)
     return out.sequences[0].tolist(), out.levels[1].mean_accepted_length
+
+
+def attended(head: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Returns causal attention within the pairs."""
+    count = q.shape[2]
+    cos, sin = (angle[None] for angle in head.angles(count, torch.device("cpu")))
+    mask = torch.ones(1, count, count, dtype=torch.bool).tril()
+    return attend(*rotated(q, k, cos, sin), v, mask, scale)
 
 
 def next_of_both(small: torch.Tensor, wide: torch.Tensor, depth: int) -> torch.Tensor:
@@ -86,11 +96,7 @@ def test_a_widened_head_computes_the_small_ones_logits(
     for depth in range(3):
         logits = []
         for i, head in enumerate(heads):
-            cos, sin = (angle[None] for angle in head.angles(tokens.shape[1], torch.device("cpu")))
-            q, k, v = head.project(tokens, xs[i])
-            mask = torch.ones(1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-            out = attend(*rotated(q, k, cos, sin), v, mask, head.scale)
-            fed, normed = head.finish(xs[i], out)
+            fed, normed = head.forward(0, tokens, xs[i], tokens, partial(attended, head), tokens.shape[1])
             logits.append(head.logits(normed)[0])
             xs[i] = torch.cat([xs[i], fed[:, -1:]], 1)
         tokens = torch.cat([tokens, next_of_both(*logits, depth)], 1)

@@ -87,11 +87,13 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
     x = layer.fuse([hidden[i][1:, kept] for i in network.features])
     following = tokens[1:, torch.tensor(kept) + 1]
     cos, sin = (angle[None] for angle in layer.angles(len(kept) + DEPTHS, torch.device("cpu")))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k = rotated(q, k, cos[:, : q.shape[2]], sin[:, : q.shape[2]])
+        return attend(q[:, :, -1:], k, v, torch.ones(1, 1, k.shape[2], dtype=torch.bool), scale)
+
     for depth in range(DEPTHS):
-        q, k, v = layer.project(following, x)
-        q, k = rotated(q, k, cos[:, : x.shape[1]], sin[:, : x.shape[1]])
-        mask = torch.ones(1, 1, x.shape[1], dtype=torch.bool)
-        fed, normed = layer.finish(x[:, -1:], attend(q[:, :, -1:], k, v, mask, layer.scale))
+        fed, normed = layer.forward(0, following, x, following, attended, 1)
         expected = layer.logits(normed)
         torch.testing.assert_close(made[depth][:, :1] @ network.head.T, expected, rtol=1e-4, atol=1e-4)
         x = torch.cat([x, fed], 1)

@@ -47,35 +47,42 @@ class Plain:
         self.has = {name: config.get(name, False) for name in SWITCHES}
         self.inputs = inputs
         layer = config.get("transformer_layer_config", config)
+        self.layers = layer.get("num_hidden_layers", 1)
         self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(layer | {"model_type": "llama"}))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.weights[name], 1e-5)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        out = x @ self.weights[f"midlayer.{name}_proj.weight"].T
-        bias = self.weights.get(f"midlayer.{name}_proj.bias")
+        out = x @ self.weights[f"{name}_proj.weight"].T
+        bias = self.weights.get(f"{name}_proj.bias")
         return out if bias is None else out + bias
 
-    def heads(self, both: Tensor, name: str) -> Tensor:
-        x = self.linear(both, f"self_attn.{name}").view(1, len(both), -1, 8)
-        gain = f"midlayer.self_attn.{name}_norm.weight"
-        return (self.norm(x, gain) if gain in self.weights else x).transpose(1, 2)
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        own = self.linear(x, name).view(1, len(x), -1, 8)
+        gain = f"{name}_norm.weight"
+        return (self.norm(own, gain) if gain in self.weights else own).transpose(1, 2)
+
+    def computed(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
+        """Returns the output ``[T, H]`` of a layer, whose attention reads x ``[T, width]``."""
+        q, k, v = (self.heads(x, f"{name}self_attn.{part}") for part in "qkv")
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, torch.arange(len(x))[None]))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        hidden = residual + self.linear(out.transpose(1, 2).flatten(2)[0], f"{name}self_attn.o")
+        x = self.norm(hidden, f"{name}post_attention_layernorm.weight")
+        gated = nn.functional.silu(self.linear(x, f"{name}mlp.gate")) * self.linear(x, f"{name}mlp.up")
+        return hidden + self.linear(gated, f"{name}mlp.down")
 
     def layer(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what the last of T pairs, ``[T, H]`` each, feeds back and what the last matrix reads."""
         normed = self.norm(hidden, "midlayer.hidden_norm.weight")
         both = torch.cat([self.norm(embedded, "midlayer.input_layernorm.weight"), normed], -1)
-        q, k, v = (self.heads(both, name) for name in "qkv")
-        q, k = apply_rotary_pos_emb(q, k, *self.rotary(both, torch.arange(len(both))[None]))
-        out = nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)
-        residual = (normed if self.has["norm_before_residual"] else hidden)[-1:]
-        hidden = residual + self.linear(out.transpose(1, 2).flatten(1), "self_attn.o")
-        x = self.norm(hidden, "midlayer.post_attention_layernorm.weight")
-        gated = nn.functional.silu(self.linear(x, "mlp.gate")) * self.linear(x, "mlp.up")
-        hidden = hidden + self.linear(gated, "mlp.down")
-        normed = self.norm(hidden, "norm.weight")
-        return (normed if self.has["norm_output"] else hidden), normed[0]
+        hidden = self.computed("midlayer.", both, normed if self.has["norm_before_residual"] else hidden)
+        for n in range(1, self.layers):
+            x = self.norm(hidden, f"layers.{n}.input_layernorm.weight")
+            hidden = self.computed(f"layers.{n}.", x, hidden)
+        normed = self.norm(hidden[-1:], "norm.weight")
+        return (normed if self.has["norm_output"] else hidden[-1:]), normed[0]
 
     def fused(self, states: list[Tensor]) -> Tensor:
         if self.has["fc_norm"]:
@@ -150,6 +157,16 @@ CASES = {
         2, {"pard_token": MASK, "mask_token_id": MASK, "model_type": "qwen3", "fc_norm": True},
         "chain:3", 0, 7,
     ),
+    "P-EAGLE, three layers": (
+        3,
+        {"ptd_token_id": MASK, "num_hidden_layers": 3, "norm_before_residual": True, "norm_output": True},
+        "best-first:3,2,2", 2, 200,
+    ),
+    "P-EAGLE, speculators, two layers": (
+        2,
+        {"speculators": True, "ptd_token_id": MASK, "num_hidden_layers": 2, "model_type": "qwen3"},
+        "best-first:2,2", 0, 200,
+    ),
     "levels, gamma": (3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "chain:2", 3, 200),
 }  # fmt: skip
 
@@ -175,11 +192,14 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_passes_without_the_drafter_leave_no_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["window", "P-EAGLE, speculators, two layers"])
+def test_passes_without_the_drafter_leave_no_gap(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Hidden states of tokens from plain decoding enter the head's KV cache too."""
     plan = iter([PassKind(2, 1) if drafts else PLAIN for drafts in [1, 0, 0, 0, 0, 1, 1, 0] * 20])
     monkeypatch.setattr(PassPolicy, "choose", lambda *_: next(plan))
-    test_children_follow_the_head("window", tmp_path)
+    test_children_follow_the_head(name, tmp_path)
 
 
 def test_published_formats(tmp_path: Path) -> None:
@@ -209,8 +229,8 @@ UNKNOWN: dict[str, tuple[dict[str, object], str]] = {
         {"extra": {"layers.1.mlp.up_proj.weight": (24, 32)}}, r"no supported layout \(layers.1.mlp.up_proj"
     ),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2 in .* is not supported"),
-    "parallel drafting through layers": (
-        {"ptd_token_id": 5, "num_hidden_layers": 4}, "num_hidden_layers=4 in .* is not supported"
+    "more layers than parallel drafting names": (
+        {"ptd_token_id": 5, "extra": {"layers.1.mlp.up_proj.weight": (24, 32)}}, "no supported layout"
     ),
     "a mask token that is no number": ({"ptd_token_id": "5"}, "ptd_token_id='5' in .* must be one integer"),
     "two mask tokens": (
@@ -263,8 +283,8 @@ def test_what_would_not_be_computed_is_refused_by_name(name: str, tmp_path: Path
 
 
 def test_trees_are_as_deep_as_a_head_drafts_in_parallel(tmp_path: Path) -> None:
-    folder = eagle_folder(tmp_path, TARGET, ptd_token_id=MASK, para_num=2)
-    engine = triforce_tree.load(TARGET, drafter=folder, levels=2)
+    folder = eagle_folder(tmp_path, TARGET, ptd_token_id=MASK, para_num=2, num_hidden_layers=2)
+    engine = triforce_tree.load(TARGET, drafter=folder, levels=2, advanced={"window": 8})
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
     with pytest.raises(ValueError, match=r"the tree has 3 depths, and the head in .* predicts 2 tokens"):
@@ -285,10 +305,12 @@ def test_no_field_is_passed_over_where_it_stands(tmp_path: Path) -> None:
         Eagle3(folder)
 
 
-def _without_normed_residual(layer: EagleLayer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+def _without_normed_residual(
+    layer: EagleLayer, hidden: Tensor, attended: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
     other = copy.copy(layer)
     other.format = replace(layer.format, norm_before_residual=False)
-    return FINISH(other, hidden, attended)
+    return FINISH(other, hidden, attended, number)
 
 
 def _without_feature_norms(layer: EagleLayer, states: list[Tensor]) -> Tensor:

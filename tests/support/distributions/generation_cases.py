@@ -339,7 +339,10 @@ CASES: dict[str, Case] = {
         for name, drafter in (
             ("medusa", partial(medusa, stranger(vocabulary, 0, 2), tree, heads=2)),
             ("eagle", partial(eagle, stranger(vocabulary, 0, 2), tree, draft_vocabulary=vocabulary - 1)),
-            ("p-eagle", partial(eagle, stranger(vocabulary, 0, 2), tree, ptd_token_id=1)),
+            (
+                "p-eagle",
+                partial(eagle, stranger(vocabulary, 0, 2), tree, ptd_token_id=1, num_hidden_layers=2),
+            ),
             (
                 "eagle 3.1",
                 partial(eagle, stranger(vocabulary, 0, 2), tree, fc_norm=True, norm_output=True),

@@ -89,28 +89,34 @@ def eagle_folder(
     def gains() -> Tensor:
         return 1 + 0.3 * torch.randn(size, generator=random)
 
-    middle = config["intermediate_size"]
+    def layer(name: str, width: int) -> dict[str, Tensor]:
+        middle = config["intermediate_size"]
+        rows = {"q": heads * head, "k": kv_heads * head, "v": kv_heads * head}
+        made = {f"{name}self_attn.{x}_proj.weight": matrix(count, width) for x, count in rows.items()}
+        made |= {
+            f"{name}self_attn.o_proj.weight": matrix(size, heads * head),
+            f"{name}mlp.gate_proj.weight": matrix(middle, size),
+            f"{name}mlp.up_proj.weight": matrix(middle, size),
+            f"{name}mlp.down_proj.weight": matrix(size, middle),
+            f"{name}input_layernorm.weight": gains(),
+            f"{name}post_attention_layernorm.weight": gains(),
+        }
+        if config["model_type"] == "qwen3":
+            for x in "qk":
+                gain = 1 + 0.3 * torch.randn(head, generator=random)
+                made[f"{name}self_attn.{x}_norm.weight"] = gain
+        return made
+
     weights = {
-        "fc.weight": matrix(size, len(inputs) * size),
-        "midlayer.self_attn.q_proj.weight": matrix(heads * head, 2 * size),
-        "midlayer.self_attn.k_proj.weight": matrix(kv_heads * head, 2 * size),
-        "midlayer.self_attn.v_proj.weight": matrix(kv_heads * head, 2 * size),
-        "midlayer.self_attn.o_proj.weight": matrix(size, heads * head),
-        "midlayer.mlp.gate_proj.weight": matrix(middle, size),
-        "midlayer.mlp.up_proj.weight": matrix(middle, size),
-        "midlayer.mlp.down_proj.weight": matrix(size, middle),
-        "midlayer.input_layernorm.weight": gains(),
-        "midlayer.hidden_norm.weight": gains(),
-        "midlayer.post_attention_layernorm.weight": gains(),
-        "norm.weight": gains(),
-    }
+        "fc.weight": matrix(size, len(inputs) * size), **layer("midlayer.", 2 * size),
+        "midlayer.hidden_norm.weight": gains(), "norm.weight": gains(),
+    }  # fmt: skip
+    for number in range(1, config.get("num_hidden_layers", 1)):
+        weights |= layer(f"layers.{number}.", size)
     if config.get("fc_norm"):
         weights |= {f"fc_norm.{i}.weight": gains() for i in range(len(inputs))}
     if config.get("norm_before_fc"):
         weights["input_norm.weight"] = 1 + 0.3 * torch.randn(len(inputs) * size, generator=random)
-    if config["model_type"] == "qwen3":
-        norms = {f"midlayer.self_attn.{x}_norm.weight": (head,) for x in "qk"}
-        weights |= {name: 1 + 0.3 * torch.randn(*shape, generator=random) for name, shape in norms.items()}
     if any(name in config for name in MASK_TOKENS):
         weights["mask_hidden"] = torch.randn(1, *[1] * speculators, len(inputs) * size, generator=random)
     for name, shape in (extra or {}).items():
@@ -149,7 +155,7 @@ def _as_speculators(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "peagle" if "ptd_token_id" in config else "eagle3",
         "speculators_version": "0.6.0", "speculators_config": {"algorithm": "eagle3"},
-        "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+        "transformer_layer_config": {"num_hidden_layers": 1, **layer},
         "target_hidden_size": config["hidden_size"],
         "eagle_aux_hidden_state_layer_ids": inputs, "embed_requires_grad": False,
         **{name: config[name] for name in outer if name in config},

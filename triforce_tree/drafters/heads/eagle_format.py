@@ -72,6 +72,7 @@ class EagleFormat:
         norm_output: the hidden state that is fed back is normalised.
         mask_token: the token of the pairs whose tokens are not known (P-EAGLE); None for other heads.
         depths: how many depths a P-EAGLE head was trained for; None if that is not named.
+        layers: the number of layers; only P-EAGLE heads have several.
     """
 
     layer: Any
@@ -84,6 +85,7 @@ class EagleFormat:
     norm_output: bool = False
     mask_token: int | None = None
     depths: int | None = None
+    layers: int = 1
 
 
 def canonical(name: str) -> str:
@@ -118,7 +120,7 @@ def eagle_format(folder: Path) -> EagleFormat:
             f"the head in {str(folder)!r} reads no hidden states of inner layers (use_aux_hidden_state is "
             "false), and is no EAGLE-3 head"
         )
-    own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING) if parallel else ()
+    own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING, "num_hidden_layers") if parallel else ()
     fixed = {**_FIXED, "parallel_drafting": lambda value: value is True} if parallel else _FIXED
     for name, value in fields.items():
         check_field(folder, name, value, WITHOUT_EFFECT | _READ | {*own}, fixed)
@@ -133,6 +135,7 @@ def eagle_format(folder: Path) -> EagleFormat:
         _sliding_window(layer, fields), **switches,
         mask_token=_number(folder, masked, 0) if parallel else None,
         depths=_number(folder, {name: fields[name] for name in _DEPTHS if name in fields}, 1),
+        layers=fields.get("num_hidden_layers", 1),
     )  # fmt: skip
 
 

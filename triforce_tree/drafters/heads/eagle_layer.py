@@ -1,6 +1,6 @@
-"""The network of an EAGLE-3 head: fusion of hidden states, one decoder layer, and a language model head."""
+"""The network of an EAGLE-3 head: fusion of hidden states, decoder layers, and a language model head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ class EagleLayer:
         target: has the embeddings and the language model head that are used if ``weights`` has none.
 
     Attributes:
-        The attributes are those of ``PairNetwork`` in ``heads/pairs.py``, with one layer.
+        The attributes are those of ``PairNetwork`` in ``heads/pairs.py``. Only P-EAGLE heads have several
+            layers.
         masked: ``[1, 1, H]``, the fused hidden state of pairs whose tokens are not known; None for heads that
             draft one depth after the other.
 
@@ -35,8 +36,7 @@ class EagleLayer:
         ValueError: weights are missing, have other shapes, or would not be used.
     """
 
-    layers = 1
-    windows: tuple[int | None, ...] = (None,)
+    stacked = True
     rotates = False
     capturable = True
 
@@ -63,6 +63,8 @@ class EagleLayer:
             held[name] = weight.nbytes
             return weight
 
+        self.layers = format.layers
+        self.windows: tuple[int | None, ...] = (None,) * format.layers
         own = self.size = int(llama.hidden_size)
         self.heads: int = llama.num_attention_heads
         self.kv_heads: int = llama.num_key_value_heads
@@ -85,29 +87,11 @@ class EagleLayer:
         self._feature_norms: list[RmsNorm] = []
         if format.fc_norm:
             self._feature_norms = [norm(f"fc_norm.{i}.weight", size) for i in range(features)]
-        layer = "midlayer."
-        rows = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
-        parts = [f"{layer}self_attn.{name}_proj" for name in "qkv"]
-        self._widths = rows
-        self.qkv = torch.cat([get(f"{p}.weight", n, 2 * own) for p, n in zip(parts, rows, strict=True)])
-        self.bias = None
-        if f"{parts[0]}.bias" in weights:
-            self.bias = torch.cat([get(f"{p}.bias", n) for p, n in zip(parts, rows, strict=True)])
-        self._query_norm: RmsNorm | None = None
-        self._key_norm: RmsNorm | None = None
-        if llama.model_type == "qwen3" or f"{layer}self_attn.q_norm.weight" in weights:
-            self._query_norm = norm(f"{layer}self_attn.q_norm.weight", self.head_dim)
-            self._key_norm = norm(f"{layer}self_attn.k_norm.weight", self.head_dim)
-        output = f"{layer}self_attn.o_proj"
-        self.out = get(f"{output}.weight", own, rows[0])
-        self.out_bias = get(f"{output}.bias", own) if f"{output}.bias" in weights else None
-        self.gate_up = torch.cat([get(f"{layer}mlp.{name}_proj.weight", -1, own) for name in ("gate", "up")])
-        self.down = get(f"{layer}mlp.down_proj.weight", own, len(self.gate_up) // 2)
-        self.input_norm, self.hidden_norm = (
-            norm(f"{layer}input_layernorm.weight"),
-            norm(f"{layer}hidden_norm.weight"),
-        )
-        self.mlp_norm, self.norm = norm(f"{layer}post_attention_layernorm.weight"), norm("norm.weight")
+        self._layers = [
+            _Layer(name, own if n else 2 * own, weights, get, norm, llama)
+            for n, name in enumerate(["midlayer.", *(f"layers.{n}." for n in range(1, format.layers))])
+        ]
+        self.hidden_norm, self.norm = norm("midlayer.hidden_norm.weight"), norm("norm.weight")
         self._embeddings: Any = target.model.get_input_embeddings()
         if "embed_tokens.weight" in weights or own != size:
             table = get("embed_tokens.weight", target.vocab_size, own)
@@ -165,7 +149,9 @@ class EagleLayer:
         def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             return attend(*rotated(q, k, cos, sin), v, mask, scale)
 
-        normed = self.forward(0, tokens, fused, tokens, attended, pairs)[1]
+        hidden = normed = fused
+        for layer in range(self.layers):
+            hidden, normed = self.forward(layer, tokens, hidden, tokens, attended, pairs)
         ours = self.logits(normed)[0, -1].float().cpu()
         plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
         if self._drafted is not None:
@@ -188,43 +174,89 @@ class EagleLayer:
         joined = torch.cat(list(states), -1)
         return F.linear(joined if self._fused_norm is None else self._fused_norm(joined), self.fc)
 
-    def project(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, before rotation.
-
-        Args:
-            tokens: int64 ``[B, T]``, the token after each position of ``hidden``.
-            hidden: ``[B, T, H]``, fused hidden states of the target or outputs of this layer.
-        """
-        embedded = self.input_norm(self._embeddings(tokens).to(hidden.dtype))
-        both = F.linear(torch.cat([embedded, self.hidden_norm(hidden)], -1), self.qkv, self.bias)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in both.split(self._widths, -1))
-        if self._query_norm is not None and self._key_norm is not None:
-            q, k = self._query_norm(q), self._key_norm(k)
-        return q, k, v
-
     def forward(
         self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attended: Attended, outputs: int
     ) -> tuple[Tensor, Tensor]:
-        """See ``PairNetwork.forward``."""
-        out = attended(*self.project(tokens, hidden), self.scale)
+        """See ``PairNetwork.forward``; layer 0 reads embeddings beside the hidden states."""
+        own = self._layers[layer]
+        x = own.input_norm(hidden if layer else self._embeddings(tokens).to(hidden.dtype))
+        if not layer:
+            x = torch.cat([x, self.hidden_norm(hidden)], -1)
+        out = attended(*own.project(x), self.scale)
         hidden = hidden[:, hidden.shape[1] - outputs :]
-        return self.finish(hidden, out) if outputs else (hidden, hidden)
+        return self.finish(hidden, out, layer) if outputs else (hidden, hidden)
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the hidden state for the next depth and what ``logits`` reads, ``[B, T, H]`` each.
+    def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns the hidden state for the next layer or depth and what ``logits`` reads, ``[B, T, H]`` each.
 
         Args:
             hidden: ``[B, T, H]``, the input of the layer.
             attended: ``[B, H_q, T, D]``, the output of its attention.
         """
-        residual = self.hidden_norm(hidden) if self.format.norm_before_residual else hidden
-        out = F.linear(attended.transpose(1, 2).flatten(2), self.out, self.out_bias)
-        hidden, normed = self.mlp_norm.added(out, residual)
-        gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
-        hidden, normed = self.norm.added(F.linear(silu_gated(gate, up), self.down), hidden)
-        return normed if self.format.norm_output else hidden, normed
+        residual = self.hidden_norm(hidden) if self.format.norm_before_residual and not layer else hidden
+        hidden, normed = self.norm.added(*self._layers[layer].finish(residual, attended))
+        # No state is fed back by a P-EAGLE head.
+        return normed if self.format.norm_output and self.masked is None else hidden, normed
 
     def logits(self, normed: Tensor) -> Tensor:
         """Returns logits ``[B, T, V]`` over the target's vocabulary."""
         logits: Tensor = self._head(normed)
         return logits if self._drafted is None else self._drafted(logits)
+
+
+class _Layer:
+    """The weights of a decoder layer, but for the norms that only the first one has.
+
+    Args:
+        name: what the names of its tensors begin with.
+        width: the size of what queries, keys and values are computed from.
+        weights, get, norm: all tensors; and functions that take a tensor and a norm of them.
+        config: the configuration of the layer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        weights: HeadWeights,
+        get: Callable[..., Tensor],
+        norm: Callable[..., RmsNorm],
+        config: Any,
+    ) -> None:
+        own, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self._dim = getattr(config, "head_dim", None) or own // heads
+        self._widths = rows = [heads * self._dim, *[kv_heads * self._dim] * 2]
+        parts = [f"{name}self_attn.{part}_proj" for part in "qkv"]
+        self._qkv = torch.cat([get(f"{p}.weight", n, width) for p, n in zip(parts, rows, strict=True)])
+        self._bias = None
+        if f"{parts[0]}.bias" in weights:
+            self._bias = torch.cat([get(f"{p}.bias", n) for p, n in zip(parts, rows, strict=True)])
+        self._query_norm: RmsNorm | None = None
+        self._key_norm: RmsNorm | None = None
+        if config.model_type == "qwen3" or f"{name}self_attn.q_norm.weight" in weights:
+            self._query_norm = norm(f"{name}self_attn.q_norm.weight", self._dim)
+            self._key_norm = norm(f"{name}self_attn.k_norm.weight", self._dim)
+        output = f"{name}self_attn.o_proj"
+        self._out = get(f"{output}.weight", own, rows[0])
+        self._out_bias = get(f"{output}.bias", own) if f"{output}.bias" in weights else None
+        self._gate_up = torch.cat([get(f"{name}mlp.{part}_proj.weight", -1, own) for part in ("gate", "up")])
+        self._down = get(f"{name}mlp.down_proj.weight", own, len(self._gate_up) // 2)
+        self.input_norm = norm(f"{name}input_layernorm.weight")
+        self._mlp_norm = norm(f"{name}post_attention_layernorm.weight")
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, before rotation."""
+        both = F.linear(x, self._qkv, self._bias)
+        q, k, v = (
+            part.unflatten(-1, (-1, self._dim)).transpose(1, 2) for part in both.split(self._widths, -1)
+        )
+        if self._query_norm is not None and self._key_norm is not None:
+            q, k = self._query_norm(q), self._key_norm(k)
+        return q, k, v
+
+    def finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the output of the MLP and the residual stream that it is added to, ``[B, T, H]`` each."""
+        out = F.linear(attended.transpose(1, 2).flatten(2), self._out, self._out_bias)
+        hidden, normed = self._mlp_norm.added(out, residual)
+        gate, up = F.linear(normed, self._gate_up).chunk(2, -1)
+        return F.linear(silu_gated(gate, up), self._down), hidden

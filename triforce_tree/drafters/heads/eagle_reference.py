@@ -27,7 +27,7 @@ def reference_logits(
         states: fp32 ``[T, hidden_size]`` each, the target's hidden states.
         head: the target's language model head, for a head without one.
     """
-    layer, own = format.layer, "midlayer."
+    layer = format.layer
 
     def weight(name: str) -> Tensor:
         return weights.tensors[name].float()
@@ -36,8 +36,24 @@ def reference_logits(
         return F.rms_norm(x, x.shape[-1:], weight(name), layer.rms_norm_eps)
 
     def linear(x: Tensor, name: str) -> Tensor:
-        bias = f"{own}{name}_proj.bias"
-        return F.linear(x, weight(f"{own}{name}_proj.weight"), weight(bias) if bias in weights else None)
+        bias = f"{name}_proj.bias"
+        return F.linear(x, weight(f"{name}_proj.weight"), weight(bias) if bias in weights else None)
+
+    def computed(own: str, x: Tensor, residual: Tensor) -> Tensor:
+        q, k, v = (linear(x, f"{own}self_attn.{name}") for name in "qkv")
+        heads = q.shape[-1] // layer.num_attention_heads
+        q, k, v = (part.view(1, len(x), -1, heads).transpose(1, 2) for part in (q, k, v))
+        if f"{own}self_attn.q_norm.weight" in weights:
+            q, k = norm(q, f"{own}self_attn.q_norm.weight"), norm(k, f"{own}self_attn.k_norm.weight")
+        with torch.device("cpu"):
+            angles = LlamaRotaryEmbedding(layer)(x, torch.arange(len(x))[None])
+        q, k = apply_rotary_pos_emb(q, k, *angles)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        hidden = residual + linear(out.transpose(1, 2).flatten(2)[0], f"{own}self_attn.o")
+        x = norm(hidden, f"{own}post_attention_layernorm.weight")
+        return hidden + linear(
+            F.silu(linear(x, f"{own}mlp.gate")) * linear(x, f"{own}mlp.up"), f"{own}mlp.down"
+        )
 
     if format.fc_norm:
         states = [norm(state, f"fc_norm.{i}.weight") for i, state in enumerate(states)]
@@ -45,21 +61,11 @@ def reference_logits(
     if format.norm_before_fc:
         joined = norm(joined, "input_norm.weight")
     hidden = F.linear(joined, weight("fc.weight"))
-    normed = norm(hidden, f"{own}hidden_norm.weight")
-    both = torch.cat([norm(embedded, f"{own}input_layernorm.weight"), normed], -1)
-    q, k, v = (linear(both, f"self_attn.{name}") for name in "qkv")
-    heads = q.shape[-1] // layer.num_attention_heads
-    q, k, v = (x.view(1, len(both), -1, heads).transpose(1, 2) for x in (q, k, v))
-    if f"{own}self_attn.q_norm.weight" in weights:
-        q, k = norm(q, f"{own}self_attn.q_norm.weight"), norm(k, f"{own}self_attn.k_norm.weight")
-    with torch.device("cpu"):
-        angles = LlamaRotaryEmbedding(layer)(both, torch.arange(len(both))[None])
-    q, k = apply_rotary_pos_emb(q, k, *angles)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    residual = normed if format.norm_before_residual else hidden
-    hidden = residual + linear(out.transpose(1, 2).flatten(2)[0], "self_attn.o")
-    x = norm(hidden, f"{own}post_attention_layernorm.weight")
-    hidden = hidden + linear(F.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up"), "mlp.down")
+    normed = norm(hidden, "midlayer.hidden_norm.weight")
+    both = torch.cat([norm(embedded, "midlayer.input_layernorm.weight"), normed], -1)
+    hidden = computed("midlayer.", both, normed if format.norm_before_residual else hidden)
+    for n in range(1, format.layers):
+        hidden = computed(f"layers.{n}.", norm(hidden, f"layers.{n}.input_layernorm.weight"), hidden)
     last = norm(hidden[-1], "norm.weight")
     if head is None:
         return F.linear(last, weight("lm_head.weight"))

@@ -52,6 +52,7 @@ class MtpNetwork:
             those of transformers' own forward.
     """
 
+    stacked = False
     rotates = True
 
     def __init__(self, model: MtpModel, target: HFModel, source: str) -> None:

@@ -27,12 +27,13 @@ class PairNetwork(Protocol):
     """K decoder layers over pairs, which predict the token after a pair's token.
 
     Pair i of layer 0 is the fused hidden state at position i and the token at i + 1. Pair i of layer k is the
-    output of layer k - 1 for pair i - 1 and the same token.
+    output of layer k - 1 for pair i - 1 and the same token; for pair i if the layers are ``stacked``.
 
     Attributes:
         inputs: the hidden states of the target that are fused (as in ``Drafter.features``), in the order of
             ``fuse``; they may repeat.
         layers: K.
+        stacked: whether all layers are applied one after the other to the same pairs.
         size: H, the size of the layers' inputs and outputs.
         kv_heads, key_size, value_size: sizes of each layer's keys and values.
         windows: for each layer the number of newest positions that it attends to; None for all.
@@ -45,6 +46,7 @@ class PairNetwork(Protocol):
 
     inputs: tuple[int, ...]
     layers: int
+    stacked: bool
     size: int
     kv_heads: int
     key_size: int
@@ -129,8 +131,10 @@ class PairDrafter(RingDrafter):
     def attach(self, target: HFModel) -> None:
         super().attach(target)
         self.network = self._network_for(target)
+        # Each further layer reads the output for the pair before, unless the layers are stacked.
+        self._shift = 0 if self.network.stacked else 1
         self.features = tuple(dict.fromkeys(self.network.inputs))
-        self.feature_window = (self.sinks, self.window + self.network.layers - 1)
+        self.feature_window = (self.sinks, self.window + self._shift * (self.network.layers - 1))
         self.weight_bytes, self.capturable = self.network.weight_bytes, self.network.capturable
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
@@ -175,8 +179,7 @@ class PairDrafter(RingDrafter):
         self._is_sink = torch.arange(self._nodes_at, device=device) < self.sinks
 
     def _newest(self, end: Tensor, count: int) -> Tensor:
-        # Each further layer reads the output for the pair before.
-        return super()._newest(end, count + self.network.layers - 1)
+        return super()._newest(end, count + self._shift * (self.network.layers - 1))
 
     def _store(self, end: Tensor, positions: Tensor, kept: Tensor) -> None:
         self._advance(end, positions, kept)
@@ -207,18 +210,19 @@ class PairDrafter(RingDrafter):
             self._turns = [angles[places] for angles in self._angles]
         for layer in range(1, network.layers):
             # The first pairs of a later layer would need states that are not known.
-            first = torch.where(self._is_sink, 0, state.features.first[:, None]) + layer
+            first = torch.where(self._is_sink, 0, state.features.first[:, None]) + layer * self._shift
             self._seen.append(self._seen[0] & (cached >= first))
         hidden = network.fuse(state.features.read_all(network.inputs, pairs))
         tokens = state.tokens.gather(1, (pairs + 1).clamp(0, state.capacity - 1))
         found = []
         for layer in range(network.layers):
             outputs = int(newest) if layer == network.layers - 1 else hidden.shape[1]
-            stored = kept & (pairs >= layer)
+            stored = kept & (pairs >= layer * self._shift)
             attended = partial(self._attend_to_cache, layer, pairs, stored, outputs)
             hidden, normed = network.forward(layer, tokens, hidden, pairs + 1, attended, outputs)
             found.append((hidden[:, -1:], normed[:, -1:]))
-            hidden, tokens, pairs, kept = hidden[:, :-1], tokens[:, 1:], pairs[:, 1:], kept[:, 1:]
+            if self._shift:
+                hidden, tokens, pairs, kept = hidden[:, :-1], tokens[:, 1:], pairs[:, 1:], kept[:, 1:]
             if not pairs.shape[1]:
                 break
         return found
@@ -235,10 +239,13 @@ class PairDrafter(RingDrafter):
         self._values[layer].scatter_(2, index.expand_as(v), v)
         if not outputs:
             return q[:, :, :0, : v.shape[3]]
-        q, mask = q[:, :, -outputs:], self._visible(layer, pairs[:, -outputs:])
+        pairs = pairs[:, -outputs:]
+        q, mask = q[:, :, -outputs:], self._visible(layer, pairs)
         if not self.network.rotates:
             self._rotate_cache(layer)
-            q = rotated_one(q, *self._angles_at(0, outputs))
+            # With one layer, only the newest pair attends.
+            turns = self._angles_at(0, 1) if self.network.layers == 1 else self._angles_of(pairs)
+            q = rotated_one(q, *turns)
         return self._attend(layer, q, mask, scale)
 
     def _attend(self, layer: int, q: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -306,6 +313,11 @@ class PairDrafter(RingDrafter):
         cache.
         """
         return (each[:, depth : depth + 1].expand(-1, count, -1) for each in self._turns)
+
+    def _angles_of(self, pairs: Tensor) -> Iterator[Tensor]:
+        """Returns cosines and sines ``[B, T, key_size]`` of the positions of ``pairs`` within the cache."""
+        places = torch.where(pairs < self.sinks, pairs, pairs - self._dropped).clamp(0, self._positions - 1)
+        return (angles[places] for angles in self._angles)
 
     def _visible(self, layer: int, queries: Tensor, follow: bool = False) -> Tensor:
         """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.

@@ -16,7 +16,7 @@ from triforce_tree.verify.probs import Sampler
 
 
 class ParallelEagle3(Eagle3):
-    """Drafts with an EAGLE-3 layer that was trained on pairs of a mask token and a learnt hidden state.
+    """Drafts with layers that were trained on pairs of a mask token and a learnt hidden state as well.
 
     One such pair for each further depth follows the pairs of the text, and attends to all before it. The
     distribution at a depth does not depend on the drafted tokens. So all nodes of a depth have the same one,
@@ -45,7 +45,7 @@ class ParallelEagle3(Eagle3):
         growth, end = self._growths[tree.shape], state.end[:, None]
         growth.begin(state, tree)
         fresh = self._newest(end, self._fresh)
-        [(_, normed)] = self._advance(end, fresh, fresh >= 0, newest=True)
+        _, normed = self._advance(end, fresh, fresh >= 0, newest=True)[-1]
         if growth.depth > 1:
             normed = torch.cat([normed, self._after_masks(end, growth.depth - 1)], 1)
         logits = broadcast_tensor(self.network.logits(normed).contiguous())
@@ -64,16 +64,20 @@ class ParallelEagle3(Eagle3):
         pairs = end + torch.arange(count, device=end.device)
         earlier = torch.ones(count, count, dtype=torch.bool, device=end.device).tril()
         mask = torch.cat([self._visible(0, pairs, follow=True), earlier.expand(batch, -1, -1)], 2)
-        attended = partial(self._attend_to_masks, mask)
-        hidden = network.masked.expand(batch, count, -1)
-        return network.forward(0, tokens, hidden, pairs + 1, attended, count)[1]
+        hidden = normed = network.masked.expand(batch, count, -1)
+        for layer in range(network.layers):
+            attended = partial(self._attend_to_masks, layer, mask)
+            hidden, normed = network.forward(layer, tokens, hidden, pairs + 1, attended, count)
+        return normed
 
-    def _attend_to_masks(self, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attend_to_masks(
+        self, layer: int, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
         """Returns the attention of the pairs with the mask token, whose keys and values take the slots of
         nodes.
         """
         count = q.shape[2]
         slots = slice(self._nodes_at, self._nodes_at + count)
         q, k = rotated(q, k, *(angles[:, 1 : 1 + count] for angles in self._turns))
-        self._keys[0, :, :, slots], self._values[0, :, :, slots] = k, v
-        return self._attend(0, q, mask, scale)
+        self._keys[layer, :, :, slots], self._values[layer, :, :, slots] = k, v
+        return self._attend(layer, q, mask, scale)
