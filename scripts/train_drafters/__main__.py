@@ -37,7 +37,7 @@ from transformers.utils import logging
 from scripts.benchmarks.common.results import Record
 from scripts.train_drafters.block import BlockTraining
 from scripts.train_drafters.draft import DraftTraining
-from scripts.train_drafters.eagle import EagleNetwork
+from scripts.train_drafters.eagle import EagleNetwork, ParallelEagleNetwork
 from scripts.train_drafters.evaluate import by_context
 from scripts.train_drafters.folder import DrafterFolder
 from scripts.train_drafters.mtp import FILE, MtpTraining
@@ -59,6 +59,9 @@ _OF_A_CALL = (
 )  # fmt: skip
 KINDS: dict[str, Callable[[Teacher, argparse.Namespace], nn.Module]] = {
     "eagle3": lambda teacher, args: EagleNetwork(
+        teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
+    ),
+    "p-eagle": lambda teacher, args: ParallelEagleNetwork(
         teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
     ),
     "mtp": lambda teacher, args: MtpTraining(teacher, args.depths, Cache(args.sinks, args.window)),

@@ -1,7 +1,7 @@
-"""The network of an EAGLE-3.1 head as it is trained (arXiv 2503.01840, 2605.09992).
+"""The networks of EAGLE-3.1 and P-EAGLE heads as they are trained.
 
-Its arithmetic is that of ``triforce_tree/drafters/heads/eagle_layer.py``, which joins weights and keeps no
-gradients.
+See arXiv 2503.01840, 2605.09992 and 2602.01469. They compute the same as
+``triforce_tree/drafters/heads/eagle_layer.py``, which joins weights and keeps no gradients.
 """
 
 from typing import Any
@@ -75,3 +75,28 @@ class EagleNetwork(UnrolledLayer):
         }  # fmt: skip
         found |= {f"fc_norm.{i}.weight": norm.weight for i, norm in enumerate(self.fc_norm)}
         return found if self.lm_head is None else found | {"lm_head.weight": self.lm_head.weight}
+
+
+class ParallelEagleNetwork(EagleNetwork):
+    """A layer that drafts all depths in one forward, from pairs of a mask token and a learnt state.
+
+    The arguments are those of :class:`EagleNetwork`.
+    """
+
+    _MASK_TOKEN = 0
+
+    def __init__(self, teacher: Teacher, depths: int, mlp: int, own_head: bool, cache: Cache) -> None:
+        super().__init__(teacher, depths, mlp, own_head, cache)
+        width = len(self.features) * teacher.size
+        self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, width, device=teacher.head.device))
+
+    def pairs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.fused([*self.mask_hidden.chunk(len(self.features), -1)])
+        return torch.full_like(tokens, self._MASK_TOKEN), state.expand_as(hidden)
+
+    def config(self) -> dict[str, Any]:
+        masks = {"ptd_token_id": self._MASK_TOKEN, "para_num": self.depths, "norm_output": False}
+        return super().config() | masks
+
+    def published(self) -> dict[str, Tensor]:
+        return super().published() | {"mask_hidden": self.mask_hidden}

@@ -72,6 +72,15 @@ class UnrolledLayer(nn.Module):
         """Returns the residual stream ``[N, T, H]`` and what queries, keys and values are projected from."""
         raise NotImplementedError
 
+    def pairs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the pairs of a depth after the first one.
+
+        Args:
+            tokens: int64 ``[N, L]``, the drafted tokens.
+            hidden: ``[N, L, H]``, the outputs of the depth before.
+        """
+        return tokens, hidden
+
     def _project(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the residual stream, queries ``[N, H, T, D]``, keys and values ``[N, H_kv, T, D]``."""
         x, read = self.inputs(self._teacher[0].embedded(tokens).to(hidden.dtype), hidden)
@@ -96,7 +105,7 @@ class UnrolledLayer(nn.Module):
         outputs: list[Tensor] = []
         for depth in range(self.depths):
             if depth:
-                x, q, k, v = self._project(segments.take_own(tokens, 1 + depth), outputs[-1])
+                x, q, k, v = self._project(*self.pairs(segments.take_own(tokens, 1 + depth), outputs[-1]))
                 attention.add(k, v, depth)
             x = x + self.out(attention(q, depth).transpose(1, 2).flatten(2))
             normed = self.mlp_norm(x)

@@ -63,15 +63,17 @@ def written_by(target: LlamaForCausalLM, folder: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("at", [1, SINKS + WINDOW - 1, 30])
-@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "own_head"), [("EagleNetwork", False), ("EagleNetwork", True), ("ParallelEagleNetwork", False)]
+)
 def test_the_trained_eagle_network_computes_what_the_drafter_does(
-    script: Any, tmp_path: Path, at: int, own_head: bool
+    script: Any, tmp_path: Path, at: int, kind: str, own_head: bool
 ) -> None:
     """Compares all depths at a position with few pairs before it, a full cache, and pairs that have left."""
     segments = script("train_drafters.segments")
     target = target_of()
     teacher = script("train_drafters.teacher").Teacher(target)
-    network = script("train_drafters.eagle").EagleNetwork(
+    network = getattr(script("train_drafters.eagle"), kind)(
         teacher, DEPTHS, 24, own_head, segments.Cache(SINKS, WINDOW)
     )
     for parameter in network.parameters():
@@ -96,8 +98,10 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
         fed, normed = layer.forward(0, following, x, following, attended, 1)
         expected = layer.logits(normed)
         torch.testing.assert_close(made[depth][:, :1] @ network.head.T, expected, rtol=1e-4, atol=1e-4)
-        x = torch.cat([x, fed], 1)
-        following = torch.cat([following, tokens[1:, at + 2 + depth, None]], 1)
+        token = tokens[1:, at + 2 + depth, None]
+        if layer.masked is not None:
+            fed, token = layer.masked, torch.full_like(token, layer.format.mask_token)
+        x, following = torch.cat([x, fed], 1), torch.cat([following, token], 1)
 
 
 @torch.no_grad()
@@ -214,7 +218,7 @@ def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "draft"])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "mtp", "dflash", "draft"])
 def test_a_short_training_helps_and_goes_on(script: Any, tmp_path: Path, kind: str) -> None:
     if kind == "mtp" and not MTP:
         pytest.skip("this release of transformers reads no MTP layers")
