@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -226,6 +227,16 @@ def _eagle(
     if format.norm_before_fc:
         wide.norm("input_norm.weight", len(inputs))
     wide.fusion(len(inputs))
+    masked: Record = {}
+    if format.mask_token is not None:
+        if format.layers > 1:
+            raise ValueError(
+                f"the head in {str(folder)!r} has {format.layers} layers; only one can be widened"
+            )
+        masked = {"ptd_token_id": format.mask_token, "para_num": format.depths}
+        state = weights.take("mask_hidden", 1, len(inputs) * small).to(wide.device).view(-1, small)
+        state = F.pad(state, (0, wide.big - small))
+        wide.add("mask_hidden", state.reshape(1, -1))
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         wide.norm(f"{own}{name}.weight")
     wide.attention(f"{own}self_attn.", 2, normed=False)
@@ -255,7 +266,7 @@ def _eagle(
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return wide.tensors, {
         "architectures": ["LlamaForCausalLMEagle3"], **kept, **wide.config(), "num_hidden_layers": 1,
-        "draft_vocab_size": rows, **{name: True for name in switches if getattr(format, name)},
+        "draft_vocab_size": rows, **masked, **{name: True for name in switches if getattr(format, name)},
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": inputs},
     }  # fmt: skip
 
@@ -306,4 +317,4 @@ def _mtp(folder: Path, target: PreTrainedModel, shape: Shape, seed: int) -> tupl
     return tensors, {"model_type": "llama", **wide.config(), **layers}
 
 
-_KINDS = {"Eagle3": _eagle, "BlockDrafter": _block, MTP: _mtp}
+_KINDS = {"Eagle3": _eagle, "ParallelEagle3": _eagle, "BlockDrafter": _block, MTP: _mtp}

@@ -18,7 +18,7 @@ from triforce_tree.drafters.blocks.reference import Reference
 from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.registry import WEIGHTS
+from triforce_tree.drafters.registry import WEIGHTS, trained_drafter
 
 TARGET = tiny("llama-gqa", num_hidden_layers=3)
 SWITCHES = {"fc_norm": True, "norm_output": True}
@@ -62,12 +62,14 @@ def next_of_both(small: torch.Tensor, wide: torch.Tensor, depth: int) -> torch.T
     "shape", ["64x5x8/4x16x96-v160", "64x5x4/4x8x96", "40x3x8/2x8x64-v33000"], ids=["all", "own words", "d2t"]
 )
 @pytest.mark.parametrize(
-    "how", [{}, {"fc_norm": False, "norm_before_fc": True, "norm_output": False}], ids=["3.1", "other norms"]
+    "how",
+    [{}, {"fc_norm": False, "norm_before_fc": True, "norm_output": False}, {"ptd_token_id": 5}],
+    ids=["3.1", "other norms", "P-EAGLE"],
 )
 def test_a_widened_head_computes_the_small_ones_logits(
     script: Any, tmp_path: Path, shape: str, how: dict[str, Any]
 ) -> None:
-    """Compares three depths, of which each reads the output before."""
+    """Compares three depths, of which each reads the output before, or a mask token."""
     inflate = script("inflate.pair").inflate
     script("inflate.drafter").inflate_drafter(
         folder_of(tmp_path / "small", **how), TARGET, shape, tmp_path / "wide"
@@ -76,7 +78,8 @@ def test_a_widened_head_computes_the_small_ones_logits(
     heads, states = [], []
     ids = torch.tensor([prompt_of(12)])
     for target, name in ((TARGET, "small"), (big, "wide")):
-        drafter = Eagle3(tmp_path / name)
+        drafter = trained_drafter(tmp_path / name, {})
+        assert isinstance(drafter, Eagle3)
         engine = triforce_tree.load(target, drafter=drafter, levels=2)
         drafter.attach(engine.target)
         hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -98,8 +101,9 @@ def test_a_widened_head_computes_the_small_ones_logits(
         for i, head in enumerate(heads):
             fed, normed = head.forward(0, tokens, xs[i], tokens, partial(attended, head), tokens.shape[1])
             logits.append(head.logits(normed)[0])
-            xs[i] = torch.cat([xs[i], fed[:, -1:]], 1)
-        tokens = torch.cat([tokens, next_of_both(*logits, depth)], 1)
+            xs[i] = torch.cat([xs[i], fed[:, -1:] if head.masked is None else head.masked], 1)
+        token = next_of_both(*logits, depth)
+        tokens = torch.cat([tokens, torch.full_like(token, how.get("ptd_token_id", int(token)))], 1)
 
 
 def test_a_widened_head_is_accepted_as_often(script: Any, tmp_path: Path) -> None:
