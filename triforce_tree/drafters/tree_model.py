@@ -198,9 +198,7 @@ class GrownTree:
         if self._mask is not None:
             self._masked[:, : self._refeed] = self._newest
             logits = model(self._masked, self._positions, self._views[0], growth.depth)
-            for d, nodes in enumerate(growth.frontiers):
-                shared = logits[:, d : d + 1].expand(-1, nodes.stop - nodes.start, -1)
-                growth.place(d, shared, state, tree, sampler)
+            growth.place_all(logits, state, tree, sampler)
             return
         if self._states is not None:
             self._positions += dropped.clamp_min(0)[:, None]

@@ -32,7 +32,11 @@ class Eagle3(PairDrafter):
     def __init__(self, folder: str | Path, **options: Any) -> None:
         self.folder = Path(folder)
         self.format = eagle_format(self.folder)
-        self._check_kind()
+        if self.format.mask_token is not None and self.kind == Eagle3.kind:
+            raise ValueError(
+                f"{str(self.folder)!r} holds a P-EAGLE head, which drafts all depths in one forward; give "
+                "the folder itself, as in load(target, drafter=FOLDER)"
+            )
         source = f"the head in {str(self.folder)!r}"
         super().__init__(self.kind, self._network, **options, deepest=self.format.depths, source=source)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
@@ -47,14 +51,6 @@ class Eagle3(PairDrafter):
                 f"the head in {str(folder)!r} attends to the newest {trained} tokens, fewer than "
                 f"sinks={self.sinks}, window={self.window} and the tree's {self._depth} depths; set window "
                 f"to at most {trained - self.sinks - self._depth}"
-            )
-
-    def _check_kind(self) -> None:
-        """Raises ValueError if this class does not draft as the head was trained."""
-        if self.format.mask_token is not None:
-            raise ValueError(
-                f"{str(self.folder)!r} holds a P-EAGLE head, which drafts all depths in one forward; give "
-                "the folder itself, as in load(target, drafter=FOLDER)"
             )
 
     def _network(self, target: HFModel) -> EagleLayer:

@@ -114,14 +114,18 @@ def eagle_format(folder: Path) -> EagleFormat:
             f"{str(folder)!r} holds a head of the kind {kind!r}; supported are 'eagle3' and 'peagle'"
         )
     masked = {name: fields[name] for name in MASK_TOKENS if name in fields}
-    parallel = kind == "peagle" or bool(masked)
+    if kind == "peagle" and not masked:
+        raise ValueError(
+            f"{str(folder)!r} has no mask token ({' or '.join(MASK_TOKENS)} in {CONFIG}), and holds no "
+            "P-EAGLE head"
+        )
     if fields.get("use_aux_hidden_state") is False:
         raise ValueError(
             f"the head in {str(folder)!r} reads no hidden states of inner layers (use_aux_hidden_state is "
             "false), and is no EAGLE-3 head"
         )
-    own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING, "num_hidden_layers") if parallel else ()
-    fixed = {**_FIXED, "parallel_drafting": lambda value: value is True} if parallel else _FIXED
+    own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING, "num_hidden_layers") if masked else ()
+    fixed = {**_FIXED, "parallel_drafting": lambda value: value is True} if masked else _FIXED
     for name, value in fields.items():
         check_field(folder, name, value, WITHOUT_EFFECT | _READ | {*own}, fixed)
     switches = {name: fields.get(name, False) for name in _SWITCHES}
@@ -133,7 +137,7 @@ def eagle_format(folder: Path) -> EagleFormat:
     return EagleFormat(
         layer, tuple(inputs) if inputs else None, fields.get("target_hidden_size"),
         _sliding_window(layer, fields), **switches,
-        mask_token=_number(folder, masked, 0) if parallel else None,
+        mask_token=_number(folder, masked, 0),
         depths=_number(folder, {name: fields[name] for name in _DEPTHS if name in fields}, 1),
         layers=fields.get("num_hidden_layers", 1),
     )  # fmt: skip

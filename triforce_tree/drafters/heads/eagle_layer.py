@@ -88,7 +88,7 @@ class EagleLayer:
         if format.fc_norm:
             self._feature_norms = [norm(f"fc_norm.{i}.weight", size) for i in range(features)]
         self._layers = [
-            _Layer(name, own if n else 2 * own, weights, get, norm, llama)
+            _Layer(name, own if n else 2 * own, self.head_dim, weights, get, norm, llama)
             for n, name in enumerate(["midlayer.", *(f"layers.{n}." for n in range(1, format.layers))])
         ]
         self.hidden_norm, self.norm = norm("midlayer.hidden_norm.weight"), norm("norm.weight")
@@ -210,6 +210,7 @@ class _Layer:
     Args:
         name: what the names of its tensors begin with.
         width: the size of what queries, keys and values are computed from.
+        dim: the size of a head.
         weights, get, norm: all tensors; and functions that take a tensor and a norm of them.
         config: the configuration of the layer.
     """
@@ -218,14 +219,15 @@ class _Layer:
         self,
         name: str,
         width: int,
+        dim: int,
         weights: HeadWeights,
         get: Callable[..., Tensor],
         norm: Callable[..., RmsNorm],
         config: Any,
     ) -> None:
         own, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self._dim = getattr(config, "head_dim", None) or own // heads
-        self._widths = rows = [heads * self._dim, *[kv_heads * self._dim] * 2]
+        self._widths = rows = [heads * dim, *[kv_heads * dim] * 2]
+        self._dim = dim
         parts = [f"{name}self_attn.{part}_proj" for part in "qkv"]
         self._qkv = torch.cat([get(f"{p}.weight", n, width) for p, n in zip(parts, rows, strict=True)])
         self._bias = None
@@ -234,8 +236,8 @@ class _Layer:
         self._query_norm: RmsNorm | None = None
         self._key_norm: RmsNorm | None = None
         if config.model_type == "qwen3" or f"{name}self_attn.q_norm.weight" in weights:
-            self._query_norm = norm(f"{name}self_attn.q_norm.weight", self._dim)
-            self._key_norm = norm(f"{name}self_attn.k_norm.weight", self._dim)
+            self._query_norm = norm(f"{name}self_attn.q_norm.weight", dim)
+            self._key_norm = norm(f"{name}self_attn.k_norm.weight", dim)
         output = f"{name}self_attn.o_proj"
         self._out = get(f"{output}.weight", own, rows[0])
         self._out_bias = get(f"{output}.bias", own) if f"{output}.bias" in weights else None

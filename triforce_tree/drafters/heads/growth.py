@@ -71,6 +71,16 @@ class TreeGrowth:
             draws, by_rank, probs, self._pairs[d], nodes.start, before,
         )  # fmt: skip
 
+    def place_all(self, logits: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        """Draws all nodes, where all nodes of a depth have one distribution and draw from it independently.
+
+        Args:
+            logits: ``[B, D, V]``, logits of the token after each depth; further ones are not read.
+        """
+        for depth, nodes in enumerate(self.frontiers):
+            shared = logits[:, depth : depth + 1].expand(-1, nodes.stop - nodes.start, -1)
+            self.place(depth, shared, state, tree, sampler)
+
 
 class GrowingDrafter(Drafter):
     """A trained drafter that grows trees from logits.

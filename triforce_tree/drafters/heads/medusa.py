@@ -110,7 +110,4 @@ class Medusa(GrowingDrafter):
         logits = broadcast_tensor(self.logits(hidden).contiguous())
         growth = self._growths[tree.shape]
         growth.begin(state, tree)
-        for depth, nodes in enumerate(growth.frontiers):
-            # All nodes of a depth have one distribution, and their draws are independent.
-            shared = logits[depth][:, None].expand(-1, nodes.stop - nodes.start, -1)
-            growth.place(depth, shared, state, tree, sampler)
+        growth.place_all(logits.transpose(0, 1), state, tree, sampler)

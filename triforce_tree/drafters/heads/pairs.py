@@ -244,7 +244,7 @@ class PairDrafter(RingDrafter):
         if not self.network.rotates:
             self._rotate_cache(layer)
             # With one layer, only the newest pair attends.
-            turns = self._angles_at(0, 1) if self.network.layers == 1 else self._angles_of(pairs)
+            turns = self._angles_at(slice(1), 1) if self.network.layers == 1 else self._angles_of(pairs)
             q = rotated_one(q, *turns)
         return self._attend(layer, q, mask, scale)
 
@@ -288,7 +288,7 @@ class PairDrafter(RingDrafter):
             source = layer if depth >= network.layers else layer - 1
             above = self._hidden[source].gather(1, parents)
             mask = torch.cat([self._visible(layer, pairs, follow=True), ancestors], 2)
-            attended = partial(self._attend_to_tree, layer, depth, nodes, mask)
+            attended = partial(self._attend_to_tree, layer, slice(depth, depth + 1), nodes, mask)
             hidden, read = network.forward(layer, tokens, above, pairs + 1, attended, tokens.shape[1])
             self._hidden[layer, :, nodes] = hidden
             normed = read if normed is None else normed
@@ -296,23 +296,25 @@ class PairDrafter(RingDrafter):
         return normed
 
     def _attend_to_tree(
-        self, layer: int, depth: int, nodes: slice, mask: Tensor,
+        self, layer: int, depths: slice, nodes: slice, mask: Tensor,
         q: Tensor, k: Tensor, v: Tensor, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Stores keys and values of nodes at ``depth``, and returns their attention, see
-        ``PairNetwork.forward``.
+        """Stores keys and values of nodes, and returns their attention, see ``PairNetwork.forward``.
+
+        Args:
+            depths: the depth of each node, or the one of all.
         """
         slots = slice(self._nodes_at + nodes.start, self._nodes_at + nodes.stop)
         if not self.network.rotates:
-            q, k = rotated(q, k, *self._angles_at(depth, q.shape[2]))
+            q, k = rotated(q, k, *self._angles_at(depths, q.shape[2]))
         self._keys[layer, :, :, slots], self._values[layer, :, :, slots] = k, v
         return self._attend(layer, q, mask, scale)
 
-    def _angles_at(self, depth: int, count: int) -> Iterator[Tensor]:
-        """Returns cosines and sines ``[B, count, key_size]`` of the position of nodes at ``depth`` within the
-        cache.
+    def _angles_at(self, depths: slice, count: int) -> Iterator[Tensor]:
+        """Returns cosines and sines ``[B, count, key_size]`` of the positions within the cache of nodes that
+        have these depths, or all the same one.
         """
-        return (each[:, depth : depth + 1].expand(-1, count, -1) for each in self._turns)
+        return (each[:, depths].expand(-1, count, -1) for each in self._turns)
 
     def _angles_of(self, pairs: Tensor) -> Iterator[Tensor]:
         """Returns cosines and sines ``[B, T, key_size]`` of the positions of ``pairs`` within the cache."""

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer
-from triforce_tree.drafters.registry import CONFIG, MASK_TOKENS
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
@@ -33,13 +31,6 @@ class ParallelEagle3(Eagle3):
     kind = "p-eagle"
     network: EagleLayer
 
-    def _check_kind(self) -> None:
-        if self.format.mask_token is None:
-            raise ValueError(
-                f"{str(self.folder)!r} has no mask token ({' or '.join(MASK_TOKENS)} in {CONFIG}), and holds "
-                "no P-EAGLE head"
-            )
-
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
@@ -49,9 +40,7 @@ class ParallelEagle3(Eagle3):
         if growth.depth > 1:
             normed = torch.cat([normed, self._after_masks(end, growth.depth - 1)], 1)
         logits = broadcast_tensor(self.network.logits(normed).contiguous())
-        for depth, nodes in enumerate(growth.frontiers):
-            own = logits[:, depth : depth + 1].expand(-1, nodes.stop - nodes.start, -1)
-            growth.place(depth, own, state, tree, sampler)
+        growth.place_all(logits, state, tree, sampler)
 
     def _after_masks(self, end: Tensor, count: int) -> Tensor:
         """Returns what the logits after ``count`` pairs with the mask token are computed from,
@@ -66,18 +55,7 @@ class ParallelEagle3(Eagle3):
         mask = torch.cat([self._visible(0, pairs, follow=True), earlier.expand(batch, -1, -1)], 2)
         hidden = normed = network.masked.expand(batch, count, -1)
         for layer in range(network.layers):
-            attended = partial(self._attend_to_masks, layer, mask)
+            # Their keys and values take the slots of nodes.
+            attended = partial(self._attend_to_tree, layer, slice(1, 1 + count), slice(0, count), mask)
             hidden, normed = network.forward(layer, tokens, hidden, pairs + 1, attended, count)
         return normed
-
-    def _attend_to_masks(
-        self, layer: int, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Tensor:
-        """Returns the attention of the pairs with the mask token, whose keys and values take the slots of
-        nodes.
-        """
-        count = q.shape[2]
-        slots = slice(self._nodes_at, self._nodes_at + count)
-        q, k = rotated(q, k, *(angles[:, 1 : 1 + count] for angles in self._turns))
-        self._keys[layer, :, :, slots], self._values[layer, :, :, slots] = k, v
-        return self._attend(layer, q, mask, scale)
