@@ -242,7 +242,8 @@ def main(words: Sequence[str] | None = None) -> Record:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = torch.device(args.device)
-    model = load_model(args.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(args.target, device, dtype, blocks=False)
     teacher = Teacher(model)
     longest, most = max([*args.contexts, *args.evaluate]), teacher.positions
     if longest > most:

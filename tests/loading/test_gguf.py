@@ -4,14 +4,18 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 import triforce_tree
+from tests.support.distributions.block_folders import block_folder
+from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.tiny_pair import SMALL, TinyPair
 from tests.support.processes.messages import says
 from triforce_tree.cli import arguments, options
@@ -158,6 +162,45 @@ def test_blocks_decode_as_their_unpacked_weights(
         prompt = ids[:, :count]
         out = engine.generate(prompt, max_new_tokens=24, do_sample=False).sequences
         assert out.tolist() == reference.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+
+
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa", "block"])
+def test_trained_drafters_read_the_targets_head_and_embeddings_in_blocks(
+    path: Path, kind: str, tmp_path: Path
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
+    make: Any = {
+        "eagle3": eagle_folder,
+        "p-eagle": partial(eagle_folder, mask_token_id=1, para_num=4),
+        "medusa": partial(medusa_folder, tied=True),
+        "block": partial(block_folder, inputs=(0,)),
+    }[kind]
+    options = {**SMALL, "device": "cpu", "drafter": make(tmp_path, reference)}
+    engine = triforce_tree.load(path, levels=2, **load_arguments(options))
+    assert isinstance(engine.target.model.get_output_embeddings(), GgufLinear)
+    ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = engine.generate(ids, max_new_tokens=16, do_sample=False).sequences
+    assert out.tolist() == reference.generate(ids, max_new_tokens=16, do_sample=False).tolist()
+
+
+def test_a_drafter_is_trained_for_a_gguf_file(path: Path, script: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "tokens.npz", prose=np.random.default_rng(0).integers(1, 256, 500).astype(np.uint16))
+    result = script("train_drafters.__main__").main([
+        "--target", str(path), "--data", str(tmp_path / "tokens.npz"), "--out", str(tmp_path / "drafter"),
+        "--contexts", "64", "--tokens", "64", "--segments", "2", "--segment", "8", "--depths", "2",
+        "--steps", "2", "--evaluate", "--device", "cpu",
+    ])  # fmt: skip
+    assert result["steps"] == 2
+    engine = triforce_tree.load(path, drafter=tmp_path / "drafter", device="cpu", **load_arguments(SMALL))
+    assert len(engine.generate(PROMPT, max_new_tokens=2).levels) > 1
+
+
+def test_a_gguf_file_is_saved_unpacked(path: Path, tmp_path: Path) -> None:
+    load_model(path, "cpu", torch.float32, blocks=False).save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in reference.state_dict().items())
 
 
 @pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")

@@ -76,8 +76,12 @@ def load_model(
     source: PreTrainedModel | str | Path,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
+    blocks: bool = True,
 ) -> PreTrainedModel:
     """Loads a causal LM, or a multimodal model without its encoders. A model object is returned unchanged.
+
+    Args:
+        blocks: as for :meth:`ModelFiles.find`.
 
     Raises:
         TypeError: see :func:`unwrapped`.
@@ -88,7 +92,7 @@ def load_model(
     if isinstance(source, PreTrainedModel):
         return source
     device = device_of(device)
-    return _read_onto(ModelFiles.find(source, device, dtype), device)
+    return _read_onto(ModelFiles.find(source, device, dtype, blocks), device)
 
 
 def load_target(

@@ -72,7 +72,8 @@ class Models:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _small(self, source: str) -> PreTrainedModel:
-        return load_model(source, self.device, self._dtype)
+        # Blocks of a GGUF file cannot be widened.
+        return load_model(source, self.device, self._dtype, blocks=self.shape is None)
 
     def engine(self, drafter: Path | None, options: Record) -> Engine:
         """Returns an engine with the drafter in a folder; None: with the draft, if there is one."""

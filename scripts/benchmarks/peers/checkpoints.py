@@ -81,7 +81,7 @@ def _folder(file: str, models: Path) -> Path:
         tokenizer = load_tokenizer(file)
         assert tokenizer is not None, "a GGUF file has a tokenizer"
         tokenizer.save_pretrained(folder)
-        load_model(file, "cpu", torch.float32).save_pretrained(folder)
+        load_model(file, "cpu", torch.float32, blocks=False).save_pretrained(folder)
     return folder
 
 

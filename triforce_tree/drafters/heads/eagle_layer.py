@@ -122,11 +122,14 @@ class EagleLayer:
             rotary = LlamaRotaryEmbedding(llama)
         self._rotary = rotary.to(device)
         tokens = torch.arange(3, device=device)[None] % target.vocab_size
-        self._check(weights, tokens, size, shared if self._head is shared else None)
+        self._check(weights, tokens, size, self._head is shared)
 
     @torch.no_grad()
-    def _check(self, weights: HeadWeights, tokens: Tensor, size: int, head: nn.Module | None) -> None:
+    def _check(self, weights: HeadWeights, tokens: Tensor, size: int, shared: bool) -> None:
         """Compares one forward of ``tokens`` and random hidden states with the plain reference.
+
+        Args:
+            shared: whether the target's language model head is used.
 
         Raises:
             RuntimeError: they differ by more than rounding.
@@ -153,6 +156,8 @@ class EagleLayer:
         for layer in range(self.layers):
             hidden, normed = self.forward(layer, tokens, hidden, tokens, attended, pairs)
         ours = self.logits(normed)[0, -1].float().cpu()
+        # Its matrix may be in blocks of a GGUF file, which have another dtype.
+        head = (lambda state: self._head(state.to(device, self.dtype))) if shared else None
         plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
         if self._drafted is not None:
             plain = self._drafted(plain.to(device)).cpu()

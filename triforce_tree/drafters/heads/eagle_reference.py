@@ -1,10 +1,10 @@
 """A plain forward of an EAGLE-3 head in fp32 on the CPU, which the loaded head is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
@@ -16,7 +16,7 @@ def reference_logits(
     format: EagleFormat,
     embedded: Tensor,
     states: Sequence[Tensor],
-    head: nn.Module | None,
+    head: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Returns the logits over the draft vocabulary, fp32 ``[V_draft]``, after the last of T pairs.
 
@@ -25,7 +25,7 @@ def reference_logits(
         format: the configuration.
         embedded: fp32 ``[T, H]``, embeddings of the tokens.
         states: fp32 ``[T, hidden_size]`` each, the target's hidden states.
-        head: the target's language model head, for a head without one.
+        head: the target's logits for an fp32 state ``[hidden_size]``, for a head without a matrix of its own.
     """
     layer = format.layer
 
@@ -69,6 +69,4 @@ def reference_logits(
     last = norm(hidden[-1], "norm.weight")
     if head is None:
         return F.linear(last, weight("lm_head.weight"))
-    parameter = next(head.parameters())
-    logits: Tensor = head(last.to(parameter.device, parameter.dtype))
-    return logits.float().cpu()
+    return head(last).float().cpu()
