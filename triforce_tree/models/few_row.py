@@ -1,8 +1,8 @@
 """Linear layers for inputs of few rows (the tokens of a tree), and copies of a model that use them.
 
-A copy shares every parameter and buffer with its original, which is not changed. Only the plain linear layers
-inside the decoder layers are replaced, in copies of few bits fused experts too: embeddings, norms and the
-head are the original's.
+A copy shares every parameter and buffer with its original, which is not changed. The plain linear layers
+inside the decoder layers are replaced, in copies of few bits fused experts and the head too: embeddings and
+norms are the original's.
 """
 
 from collections.abc import Callable, Iterator
@@ -194,7 +194,7 @@ def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
     """Returns a copy with linear layers and experts of 8 or 4 bits for drafting: nearly the same model in
-    fewer bytes.
+    fewer bytes. On a GPU the head has 8 bits, unless weights are streamed.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
@@ -209,7 +209,11 @@ def low_bit_copy(
             before(linear.weight)
         return LowBitLinear(linear, bits)
 
-    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before), with_hooks=True)
+    clone = with_linears(model, make, lambda module: LowBitExperts(module, bits, before), with_hooks=True)
+    if before is not None:
+        return clone  # Beside streamed weights memory is short, and the head's bytes are few.
+    # On other devices each call would dequantise the whole head.
+    return _with_head(clone, lambda head: LowBitLinear(head, 8) if head.weight.is_cuda else head)
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
@@ -268,7 +272,12 @@ def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     check_low_bits(model, 8)
     clone = with_linears(model, Int8Linear, lambda module: LowBitExperts(module, 8), with_hooks=True)
+    return _with_head(clone, Int8Linear)
+
+
+def _with_head(clone: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+    """Returns the copy with another head, if its head is a plain linear layer without hooks."""
     head: Any = clone.get_output_embeddings()
     if head is not None and is_plain_linear(head) and not hooked(head):
-        clone.set_output_embeddings(Int8Linear(head))
+        clone.set_output_embeddings(make(head))
     return clone

@@ -35,7 +35,10 @@ def block(width: int, inner: int, heads: int | None = None) -> list[Shape]:
     ]  # fmt: skip
 
 
-LAYERS = {"7B": block(4096, 11008), "8B": block(4096, 14336, 1024), "68M": block(768, 3072)}
+LAYERS = {
+    "7B": block(4096, 11008), "8B": block(4096, 14336, 1024), "68M": block(768, 3072),
+    "head of 8B": [Shape((128_256,), 4096)],
+}  # fmt: skip
 ODD = [Shape((1000,), 1000), Shape((100, 33, 65), 264), Shape((333,), 520), Shape((65, 128), 4100)]
 
 
