@@ -192,4 +192,6 @@ def mtp(target: PreTrainedModel, tree: str, layers: int = 1, sinks: int = 1, win
     for parameter in model.layers.parameters():
         noise = torch.randn(parameter.shape, generator=random)
         parameter.data = 1 + 0.3 * noise if noise.dim() == 1 else noise / parameter.shape[1] ** 0.5
-    return PairDrafter("mtp", lambda to: MtpNetwork(model, to, "a test"), tree, sinks, window, ())
+    return PairDrafter(
+        "mtp", lambda to: MtpNetwork(model.to(to.device), to, "a test"), tree, sinks, window, ()
+    )
