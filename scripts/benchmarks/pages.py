@@ -59,6 +59,7 @@ PAGES = {
             "Tokens a pass by context", "drafters_context",
             "Every drafter has the same chain or tree, two levels and one round. Medians over texts; the "
             "last column is the ratio of two contexts.",
+            "drafters_by_context.png",
         ),
         Section("Tokens a pass by kind of text", "drafters_kind", "Medians over contexts."),
         Section("Milliseconds a token", "drafters_speed", f"Default settings. {_SPEED_UP}"),

@@ -63,7 +63,17 @@ def _table(
         lines.append(line)
     named = [f"{value:,}" if isinstance(value, int) else value for value in here]
     headings = ["model", "way", "T", "drafter", *named, *(["65,536 to 2,048"] if kept else [])]
-    return f"{grid(headings, lines, 4)}\n{origin_of(content)} {file_note(file, content['parts'])}"
+    return f"{grid(headings, lines, 4)}\n{_origin(content, rows, file)}"
+
+
+def _origin(content: Record, rows: Sequence[Record], file: str) -> str:
+    """Returns where the rows come from, once for each model."""
+    models: dict[str, Record] = {}
+    parts = {row["part"]: content["parts"][row["part"]] for row in rows}
+    for row in rows:
+        notes = models.setdefault(row["model"], parts[row["part"]] | {"notes": []})["notes"]
+        notes += [note for note in parts[row["part"]]["notes"] if note not in notes]
+    return f"{origin_of({'parts': models})} {file_note(file, parts)}"
 
 
 def _tokens(rows: Sequence[Record]) -> str:
@@ -92,20 +102,29 @@ def speed(content: Record, file: str) -> str | None:
 
 
 def plot_contexts(axis: Any, rows: list[Record]) -> None:
-    """Plots tokens a pass by context: a line for each drafter, way and temperature of one model."""
-    model = rows[0]["model"]
+    """Plots tokens a pass by context for the model with the most contexts: a panel for each temperature, a
+    colour for each drafter, dashed lines for chains.
+    """
+    contexts = {model: {row["context"] for row in found} for (model,), found in _cells(rows, "model").items()}
+    model = max(contexts, key=lambda model: len(contexts[model]))
     mine = [row for row in rows if row["model"] == model]
-    for (drafter, way, temperature), found in _cells(mine, "drafter", "way", "temperature").items():
-        contexts = _cells(found, "context")
-        medians = [_median(cell, "tokens_per_pass") for cell in contexts.values()]
-        style = "-" if way == "tree" else "--"
-        label = f"{drafter}, {way}, T={temperature:g}"
-        axis.plot([context for (context,) in contexts], medians, f"o{style}", markersize=3, label=label)
-    over_contexts(axis, mine)
-    axis.set_ylim(bottom=1)
-    axis.set_ylabel("tokens a pass, medians over texts")
-    axis.set_title(f"{model}, two levels, one round", fontsize=9)
-    axis.legend(fontsize=6, ncols=2)
+    drafters, panels = sorted({row["drafter"] for row in mine}), _cells(mine, "temperature")
+    axes = axis.figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    axis.remove()
+    for panel, ((temperature,), own) in zip(axes, panels.items(), strict=True):
+        for (drafter, way), found in _cells(own, "drafter", "way").items():
+            by_length = _cells(found, "context")
+            medians = [_median(cell, "tokens_per_pass") for cell in by_length.values()]
+            style, colour = "-" if way == "tree" else "--", f"C{drafters.index(drafter)}"
+            label = drafter if way == "tree" else None
+            panel.plot(
+                [n for (n,) in by_length], medians, f"o{style}", color=colour, markersize=3, label=label
+            )
+        over_contexts(panel, own)
+        panel.set_ylim(bottom=1)
+        panel.set_title(f"{model}, T = {temperature:g}", fontsize=9)
+    axes[0].set_ylabel("tokens a pass, medians over texts")
+    axes[-1].legend(fontsize=7, title="tree (dashed: chain)", title_fontsize=7)
 
 
 def _alone(content: Record) -> list[Record]:
