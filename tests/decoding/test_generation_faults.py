@@ -124,8 +124,8 @@ class WeakDrawsDropped(EnumeratedNoise):
     """The draft proposes only what it finds likely: a count that looks at the draws."""
 
     def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
-        tokens, by_rank = super().expand_nodes(logits, heat, probs, *rest)
-        return torch.where(probs.gather(2, tokens.clamp_min(0)) > 0.4, tokens, -1), by_rank
+        tokens, chances = super().expand_nodes(logits, heat, probs, *rest)
+        return torch.where(probs.gather(2, tokens.clamp_min(0)) > 0.4, tokens, -1), chances
 
 
 class BestDraws(EnumeratedNoise):

@@ -70,6 +70,16 @@ def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None
         assert decoded(program, prompts, [20, 20])[0] == [reference(target, p, 20) for p in prompts]
 
 
+def chances_of(probs: torch.Tensor, greedy: bool) -> list[float]:
+    """Returns the chances of the first five children of a node with these draft probs."""
+    largest: list[float] = probs.sort(descending=True).values[:5].tolist()
+    if greedy:
+        return largest
+    first = 0.45 + 0.55 * largest[0] ** 3
+    later = (0.3, 0.7 * 0.2, 0.7 * 0.8 * 0.15, 0.7 * 0.8 * 0.85 * 0.12)
+    return [first, *((1 - first) * chance for chance in later)]
+
+
 @pytest.mark.parametrize("tree", ["best-first:4,3,2", "chain:3", "sequoia:9x3", "static:0;0.1;1"])
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) -> None:
@@ -84,12 +94,12 @@ def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) 
         masks = grown.mask_words[b, :, 0].tolist()
         probs, depths = grown.probs[b], grown.depths.tolist()
         ranks: list[tuple[int, ...]] = [()]
-        path_probs = [1.0]
+        path_chances = [1.0]
         for node in range(1, len(tokens)):
             parent = parents[node]
             rank = parents[:node].count(parent)
             ranks.append((*ranks[parent], rank))
-            path_probs.append(path_probs[parent] * float(probs[parent, tokens[node]]))
+            path_chances.append(path_chances[parent] * chances_of(probs[parent], to_probs.greedy)[rank])
             assert depths[node] == depths[parent] + 1
             assert masks[node] == masks[parent] | 1 << node
             if to_probs.greedy:
@@ -97,9 +107,13 @@ def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) 
         for depth in range(max(depths)):
             nodes = [n for n, d in enumerate(depths) if d == depth]
             if isinstance(shape, BestFirst):
-                above = torch.tensor([path_probs[n] for n in nodes])
-                candidates = above[:, None] * probs[nodes].sort(-1, True).values
-                chosen = candidates.flatten().topk(shape.widths[depth]).indices // probs.shape[1]
+                candidates = torch.tensor(
+                    [
+                        [path_chances[n] * chance for chance in chances_of(probs[n], to_probs.greedy)]
+                        for n in nodes
+                    ]
+                )
+                chosen = candidates.flatten().topk(shape.widths[depth]).indices // candidates.shape[1]
                 counts = chosen.bincount(minlength=len(nodes)).tolist()
             else:
                 counts = [shape.counts.get(ranks[n], 0) for n in nodes]

@@ -77,21 +77,21 @@ def test_sequoia_is_limited_by_depth_and_width() -> None:
 def placed(
     probs: torch.Tensor, values: list[float], width: int
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Returns (parent, rank) and path probability of new nodes. Draws are the most probable tokens."""
+    """Returns (parent, rank) and chance of new nodes. Draws are the most probable tokens."""
     count = len(values)
-    draws, by_rank = draw_tokens(None, probs[None], width)
+    draws, chances = draw_tokens(None, probs[None], width)
     nodes = count + width
     tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
-    path_probs = torch.tensor([[*values, *[0.0] * width]])
+    path_chances = torch.tensor([[*values, *[0.0] * width]])
     mask_words = torch.ones(1, nodes, 1, dtype=torch.int64)
     ids = torch.zeros(1, width, dtype=torch.int64)
     step.place_nodes(
-        tokens, parents, mask_words, path_probs, ids, None, draws, by_rank, probs[None], None, 0, 0
+        tokens, parents, mask_words, path_chances, ids, None, draws, chances, None, 0, 0
     )  # fmt: skip
     made = [(int(parents[0, i]), int(tokens[0, i])) for i in range(count, nodes) if tokens[0, i] >= 0]
     used = tokens[0, count:] >= 0
     pairs = [(node, draws[0, node].tolist().index(token)) for node, token in made]
-    return pairs, path_probs[0, count:][used]
+    return pairs, path_chances[0, count:][used]
 
 
 def best_first_paths(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
@@ -99,8 +99,8 @@ def best_first_paths(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
     frontier: list[Ranks] = [()]
     values, paths = [1.0], []
     for width in shape.widths:
-        pairs, path_probs = placed(probs.repeat(len(frontier), 1), values, width)
-        frontier, values = [(*frontier[node], rank) for node, rank in pairs], path_probs.tolist()
+        pairs, path_chances = placed(probs.repeat(len(frontier), 1), values, width)
+        frontier, values = [(*frontier[node], rank) for node, rank in pairs], path_chances.tolist()
         paths += frontier
     return paths
 

@@ -29,8 +29,7 @@ class DeviceTreeShape:
         widths: ``widths[d]`` is the number of nodes at depth d + 1.
         places: ``places[d]`` lists the (parent, rank) pairs of the nodes at depth d + 1 for a static topology
             (chains, Medusa's lists, Sequoia's trees), where parent is an index among the nodes at depth d.
-            None for a best-first tree, which takes the most probable continuations by the draft distributions
-            (as EAGLE-2 and DDTree do).
+            None for a best-first tree, which takes the continuations that are most likely to be accepted.
         matched: whether the tree is a chain of suffix-matched tokens (``shapes.Lookup``).
     """
 

@@ -62,10 +62,11 @@ class Static:
 
 
 class BestFirst:
-    """A tree whose depth d + 1 has the ``widths[d]`` continuations with the highest path probability.
+    """A tree whose depth d + 1 has the ``widths[d]`` continuations that are most likely to be accepted.
 
-    The topology is chosen for each tree from the draft distributions, as in DDTree and EAGLE-2. If acceptance
-    by rank is the same at every node, it is Sequoia's optimum for the same widths.
+    The topology is chosen for each tree from the draft distributions: by path probability if the tokens are
+    the most probable ones, as in DDTree and EAGLE-2, else by the chances of draws (``kernels.step.draws``).
+    If acceptance by rank is the same at every node, it is Sequoia's optimum for the same widths.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:

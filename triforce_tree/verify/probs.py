@@ -175,16 +175,15 @@ class Sampler:
 
         Returns:
             int64 ``[B, F, K]``, the candidates in the order of the draws, -1 after the last token with a
-            probability above 0; and fp32 ``[B, F, K]``, the K largest probabilities of each distribution,
-            which do not depend on the draws.
+            probability above 0; and their chances, see ``step.expand_nodes``.
         """
         if (masks := self._masks) is not None:
             self._cuts.outside(partial(masks.draft, paths))
             logits = masks.applied(logits)
-        tokens, by_rank = self.noise.expand_nodes(
+        tokens, chances = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
         )
         if self.greedy and not self.to_probs.capturable:
             # The paths of the next depth must not contain tokens that a processor forbids.
-            tokens = tokens.masked_fill(by_rank <= 0, -1)
-        return tokens, by_rank
+            tokens = tokens.masked_fill(chances <= 0, -1)
+        return tokens, chances

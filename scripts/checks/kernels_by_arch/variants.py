@@ -353,7 +353,7 @@ def _place(size: tuple[int, int], where: str) -> None:
     pairs = _ints(2, width) if where == "given" else None
     place_kernels.place_nodes(
         tree, tree.clone(), words, torch.zeros(1, nodes), _ints(1, width), mask, _ints(1, frontier, draws),
-        torch.zeros(1, frontier, draws), torch.zeros(1, frontier, 4096), pairs, 0, 0,
+        torch.zeros(1, frontier, draws), pairs, 0, 0,
     )  # fmt: skip
 
 

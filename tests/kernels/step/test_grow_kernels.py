@@ -98,9 +98,9 @@ def test_expand_nodes_of_a_long_vocabulary(exponential, ops) -> None:
     logits = torch.arange(vocab, device=DEVICE).remainder(1000).float()[None, None]
     logits[..., -1] = 1000.0
     args = logits, torch.tensor(30.0, device=DEVICE), None, torch.full_like(logits, torch.nan), 3
-    tokens, by_rank = ops.expand_nodes(*args)
+    tokens, chances = ops.expand_nodes(*args)
     assert tokens.flatten().tolist() == [16384, 999, 1999]
-    assert torch.equal(by_rank, args[3].gather(2, tokens))
+    assert torch.equal(chances, args[3].gather(2, tokens))
     torch.testing.assert_close(args[3], (logits / 30.0).softmax(-1))
 
 
@@ -142,9 +142,9 @@ def test_mask_words_by_hand(before) -> None:
     mask_words, mask = torch.zeros(1, 201, 4, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
     mask_words[..., 0] = 1
     tree = torch.zeros(1, 201, dtype=torch.int64), torch.zeros(1, 201, dtype=torch.int64)
-    draws, probs = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 3)
+    draws = torch.zeros(1, 1, 1, dtype=torch.int64)
     for node in range(200):
-        args = (*tree, mask_words, torch.ones(1, 201), draws[0], mask, draws, probs[..., :1], probs, None)
+        args = (*tree, mask_words, torch.ones(1, 201), draws[0], mask, draws, torch.ones(1, 1, 1), None)
         step.place_nodes(*args, node, before)
     unpacked = (mask_words[0, ..., None] >> torch.arange(64) & 1).flatten(1)
     assert torch.equal(unpacked[:, :201], torch.ones(201, 201, dtype=torch.int64).tril())
@@ -172,8 +172,11 @@ def test_draws_follow_the_probs_without_replacement() -> None:
     runs, exact = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
     logits, probs = exact.log().expand(1, runs, 5), torch.empty(1, runs, 5)
     exponential = torch.empty_like(probs).exponential_()
-    draws, by_rank = step.expand_nodes(logits, None, exponential, probs, 6)
-    torch.testing.assert_close(by_rank[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0]))
+    draws, chances = step.expand_nodes(logits, None, exponential, probs, 6)
+    first = 0.45 + 0.55 * 0.4**3
+    left = torch.tensor([1, 0.7, 0.7 * 0.8, 0, 0])
+    expected = torch.cat([torch.tensor([first]), (1 - first) * left * 0.6 / torch.arange(2, 7)])
+    torch.testing.assert_close(chances[0, 0], expected)
     assert (draws[..., :4].sort(-1).values == torch.arange(4)).all(), (
         "every token of positive probability, once each"
     )
@@ -194,7 +197,7 @@ def test_places_do_not_depend_on_the_draws(fixed) -> None:
     other[6] = torch.randint(-1, 40, args[6].shape)
     for one in (args, other):
         step.place_nodes.definition(*one)
-        tokens, parents, draws, first = one[0], one[1], one[6], one[10]
+        tokens, parents, draws, first = one[0], one[1], one[6], one[9]
         for b in range(4):
             for node in range(first + 6, first + 11):
                 above = int(parents[b, node])
@@ -223,9 +226,9 @@ def test_tree_growth_by_hand() -> None:
     ):
         probs = torch.tensor([given])
         out, mask = torch.zeros(1, len(expected)).long(), torch.zeros(len(expected), 1).long()
-        draws, by_rank = step.expand_nodes(probs.log(), None, None, torch.empty_like(probs), len(expected))
+        draws, chances = step.expand_nodes(probs.log(), None, None, torch.empty_like(probs), len(expected))
         step.place_nodes(
-            root, parents, mask_words, values, out, mask, draws, by_rank, probs, None, frontier.start, 2
+            root, parents, mask_words, values, out, mask, draws, chances, None, frontier.start, 2
         )
         assert out.tolist() == [expected]
     assert root.tolist() == [[8, 1, 2, 0, 1, 2]]

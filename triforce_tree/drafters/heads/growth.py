@@ -43,7 +43,7 @@ class TreeGrowth:
     def bind(self, batch: int, device: torch.device) -> None:
         shape = self.shape
         self.ids = [torch.zeros(batch, w, dtype=torch.int64, device=device) for w in shape.widths]
-        self._path_probs = torch.ones(batch, self.nodes, dtype=torch.float32, device=device)
+        self._path_chances = torch.ones(batch, self.nodes, dtype=torch.float32, device=device)
         self._pairs = [
             None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
             for d in range(self.depth)
@@ -65,10 +65,10 @@ class TreeGrowth:
         """
         nodes = self.frontiers[d]
         probs, paths = tree.probs[:, nodes], tree.paths(state, state.end, nodes)
-        draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
+        draws, chances = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
         step.place_nodes(
-            tree.tokens, tree.parents, tree.mask_words, self._path_probs, self.ids[d], mask,
-            draws, by_rank, probs, self._pairs[d], nodes.start, before,
+            tree.tokens, tree.parents, tree.mask_words, self._path_chances, self.ids[d], mask,
+            draws, chances, self._pairs[d], nodes.start, before,
         )  # fmt: skip
 
     def place_all(self, logits: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:

@@ -57,23 +57,38 @@ class NoiseDraws:
         return torch.where(scores.gather(2, draws) > 0, draws, -1)
 
 
+FIRST, LATER = 0.45, 0.6
+"""Chances that a verifier accepts draws without replacement: the first one with FIRST + (1 - FIRST) m³, where
+m is the largest probability, and the r-th one with LATER / r, once all before it were rejected
+(docs/log/2026-11-30-which-nodes-a-sampled-tree-has.md)."""
+
+
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns child tokens of the F frontier nodes of a tree; see ``grow.expand_nodes``.
+    """Returns child tokens of the F frontier nodes of a tree, and their chances; see ``grow.expand_nodes``.
 
     Args:
         draws: None takes the most probable tokens.
         probs: fp32 ``[B, F, V]``.
         count: K, tokens of each node.
-
-    Returns:
-        tokens int64 ``[B, F, K]``, -1 where there are no more than V; the K largest probabilities, fp32
-        ``[B, F, K]``, with 0 after V.
     """
     most = min(count, probs.shape[-1])
-    order = largest(probs, most)
-    tokens = order if draws is None else draws.choose_distinct(probs, most)
+    if draws is None:
+        tokens = largest(probs, most)
+        chances = probs.gather(2, tokens)
+    else:
+        tokens = draws.choose_distinct(probs, most)
+        chances = torch.where(tokens >= 0, _chances_by_rank(probs.amax(2), most), 0.0)
     missing, pad = (0, count - most), torch.nn.functional.pad
-    return pad(tokens, missing, value=-1), pad(probs.gather(2, order), missing)
+    return pad(tokens, missing, value=-1), pad(chances, missing)
+
+
+def _chances_by_rank(top: Tensor, count: int) -> Tensor:
+    """Returns the chance of each draw, ``[B, F, K]``, from the largest probabilities ``[B, F]``."""
+    chance, left, chances = FIRST + (1 - FIRST) * top**3, torch.ones_like(top), []
+    for rank in range(count):
+        chances.append(left * chance)
+        left, chance = left - chances[-1], torch.full_like(top, LATER / (rank + 2))
+    return torch.stack(chances, 2)
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:

@@ -67,8 +67,10 @@ def expand_nodes(
         count: K, draws of each node.
 
     Returns:
-        tokens int64 ``[B, F, K]`` in draw order, -1 where there are no more; the K largest probabilities,
-        fp32 ``[B, F, K]``, which do not depend on the draws, with 0 after V.
+        tokens int64 ``[B, F, K]`` in draw order, -1 where there are no more; fp32 ``[B, F, K]``, an estimate
+        of the chance that each token is accepted if its parent was, 0 where there is none. The most probable
+        tokens have their probabilities. The chances of draws depend on their rank and the largest
+        probability (``draws.FIRST``), but not on the tokens.
     """
     return expand_drawn(
         None if exponential is None else NoiseDraws(exponential),
@@ -90,7 +92,7 @@ def expand_drawn(
 
 @operator(
     "place_nodes",
-    writes=("tokens", "parents", "mask_words", "path_probs", "ids", "mask"),
+    writes=("tokens", "parents", "mask_words", "path_chances", "ids", "mask"),
     triton=".place_kernels",
     cpu="..cpu.step.operators",
 )
@@ -98,12 +100,11 @@ def place_nodes(
     tokens: Tensor,
     parents: Tensor,
     mask_words: Tensor,
-    path_probs: Tensor,
+    path_chances: Tensor,
     ids: Tensor,
     mask: Tensor | None,
     draws: Tensor,
-    by_rank: Tensor,
-    probs: Tensor,
+    chances: Tensor,
     pairs: Tensor | None,
     first: int,
     before: int,
@@ -112,35 +113,33 @@ def place_nodes(
 
     The first six arguments are written.
 
-    Each new node is a pair (parent, rank of the draw). The pairs depend on ``pairs``, or on ``path_probs``
-    and ``by_rank``. They do not depend on the drawn tokens, as losslessness requires. The i-th largest
-    probability is an estimate of the probability of the i-th draw.
+    Each new node is a pair (parent, rank of the draw). The pairs depend on ``pairs``, or on ``path_chances``
+    and ``chances``. They do not depend on the drawn tokens, as losslessness requires.
 
     Args:
         tokens, parents: int64 ``[B, N]``, token and parent of each node.
         mask_words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l says that node 64 l + j is the
             node itself or an ancestor.
-        path_probs: fp32 ``[B, N]``, products of the draft probabilities along the paths.
+        path_chances: fp32 ``[B, N]``, products of the chances along the paths.
         ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for absent tokens.
         mask: int64 ``[B * W, M]``, the attention mask of the new nodes: ``before`` set bits, then the bits of
             ``mask_words``; None if no forward follows.
-        draws, by_rank, probs: results of ``expand_nodes`` for the frontier.
+        draws, chances: results of ``expand_nodes`` for the frontier.
         pairs: int64 ``[2, W]``, parents (relative to ``first``) and ranks of the new nodes, siblings in order
-            of rank. None takes the W pairs with the largest path probabilities; of equals, the lower pair.
+            of rank. None takes the W pairs whose paths have the largest chances; of equals, the lower pair.
     """
     batch, frontier, count = draws.shape
     old, new = slice(first, first + frontier), slice(first + frontier, first + frontier + ids.shape[1])
+    own_chances = (chances * path_chances[:, old, None]).flatten(1)
     if pairs is None:
-        # Probabilities decrease with the rank, so a parent with n children gets its first n draws.
-        place_probs = (by_rank * path_probs[:, old, None]).flatten(1)
-        chosen = ranked(place_probs).topk(ids.shape[1]).indices.sort(1).values
+        # Chances decrease with the rank, so a parent with n children gets its first n draws.
+        chosen = ranked(own_chances).topk(ids.shape[1]).indices.sort(1).values
     else:
         chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
     above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
     sequence = torch.arange(batch, device=draws.device)[:, None]
-    chance = torch.where(drawn >= 0, probs[sequence, above, drawn.clamp_min(0)], 0.0)
     tokens[:, new], parents[:, new] = drawn, above + first
-    path_probs[:, new] = path_probs[:, old].gather(1, above) * chance
+    path_chances[:, new] = own_chances.gather(1, chosen)
     place = torch.arange(new.start, new.stop, device=draws.device)
     own = torch.zeros_like(mask_words[0, new]).scatter_(1, place[:, None] // 64, 1 << place[:, None] % 64)
     mask_words[:, new] = mask_words[sequence, above + first] | own
@@ -152,7 +151,7 @@ def place_nodes(
 
 
 def empty_draws(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Allocates the draws and the largest probabilities of ``expand_nodes``."""
+    """Allocates the results of ``expand_nodes``."""
     shape = (*logits.shape[:2], count)
     draws = torch.empty(shape, dtype=torch.int64, device=logits.device)
     return draws, torch.empty(shape, dtype=torch.float32, device=logits.device)

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triforce_tree.kernels.launching import warps
+from triforce_tree.kernels.step.draws import FIRST as FIRST_CHANCE
+from triforce_tree.kernels.step.draws import LATER
 from triforce_tree.kernels.step.grow import empty_draws
 
 # Most tokens of a slice, and of each of its warps.
@@ -27,6 +29,7 @@ _FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
+_FIRST, _LATER = tl.constexpr(FIRST_CHANCE), tl.constexpr(LATER)
 
 
 @triton.jit
@@ -67,11 +70,12 @@ def _weight(logit, top, inverse_temperature):
 
 
 @triton.jit
-def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexpr):
-    """Writes the largest keys of a node in order: tokens in part 0, probabilities in part 1 (0 if greedy).
+def _write_largest(draws_ptr, chances_ptr, keys, count, top_prob, SAMPLED: tl.constexpr):
+    """Writes the tokens of the largest keys of a node in order, and their chances, see ``draws.FIRST``.
 
-    The token is -1 where a key is negative, or SAMPLED with probability 0.
+    The token is -1 and the chance 0 where a key is negative, or SAMPLED with probability 0.
     """
+    left, chance = tl.full([], 1.0, tl.float32), _FIRST + (1.0 - _FIRST) * top_prob * top_prob * top_prob
     for rank in range(count):
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
@@ -79,17 +83,19 @@ def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexp
         number = tl.where(key < 0, 0, key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         if SAMPLED:
             token = tl.where(number > 0.0, token, -1)
-        if part == 0:
-            tl.store(draws_ptr + rank, token)
-        if part == 1 or not SAMPLED:
-            tl.store(ranks_ptr + rank, number)
+            own = left * chance
+            number = tl.where(token < 0, 0.0, own)
+            left -= own
+            chance = _LATER / (rank + 2)
+        tl.store(draws_ptr + rank, token)
+        tl.store(chances_ptr + rank, number)
 
 
 @triton.jit
 def _sum_kernel(
     top_ptr,  # fp32 [R, S], largest logit of a slice
     mass_ptr,  # fp32 [R, S], sum of exp((logit - largest) / temperature)
-    ended_ptr,  # int32 [R, 2], programs of the next launch that have ended
+    ended_ptr,  # int32 [R], programs of the next launch that have ended
     logits_ptr,  # [B, F, V] with strides
     temperature_ptr,  # fp32 [B], or None
     logits_b,
@@ -106,22 +112,21 @@ def _sum_kernel(
     tl.store(top_ptr + out, top)
     tl.store(mass_ptr + out, tl.sum(_weight(logit, top, _inverse(temperature_ptr, row // frontier)), 0))
     if part == 0:
-        tl.store(ended_ptr + row * 2, 0)
-        tl.store(ended_ptr + row * 2 + 1, 0)
+        tl.store(ended_ptr + row, 0)
 
 
 @triton.jit
 def _slice_kernel(
     draws_ptr,  # int64 [B, F, K]
-    ranks_ptr,  # fp32 [B, F, K]
+    chances_ptr,  # fp32 [B, F, K]
     probs_ptr,  # fp32 [B, F, V] with strides
     logits_ptr,  # [B, F, V] with strides
     temperature_ptr,  # fp32 [B], or None
     noise_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
-    key_ptr,  # int64 [R, 2 or 1, S, K], scratch: largest keys of a slice
+    key_ptr,  # int64 [R, S, K], scratch: largest keys of a slice
     top_ptr,  # fp32 [R, S]
     mass_ptr,  # fp32 [R, S]
-    ended_ptr,  # int32 [R, 2]
+    ended_ptr,  # int32 [R]
     probs_b,
     probs_f,
     logits_b,
@@ -137,12 +142,8 @@ def _slice_kernel(
 ):
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, node = row // frontier, row % frontier
-    # If tokens are drawn, part 1 finds the largest probabilities. Both operands of the masks below are
-    # blocks, because Triton's interpreter cannot combine a block with a scalar.
-    slices, part = tl.num_programs(1), tl.program_id(2)
-    token = own * BLOCK + tl.arange(0, BLOCK)
+    slices, token = tl.num_programs(1), own * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    drawing = inside & (token * 0 + part == 0)
     logits_ptr += sequence * logits_b + node * logits_f
     inverse_temperature = _inverse(temperature_ptr, sequence)
 
@@ -152,25 +153,26 @@ def _slice_kernel(
     most = tl.max(top, 0)
     share = 1.0 / tl.sum(mass * _weight(top, most, inverse_temperature), 0)
     prob = _weight(_logits(logits_ptr, own * BLOCK, vocab, BLOCK), most, inverse_temperature) * share
-    tl.store(probs_ptr + sequence * probs_b + node * probs_f + token, prob, mask=drawing)
+    tl.store(probs_ptr + sequence * probs_b + node * probs_f + token, prob, mask=inside)
     if noise_ptr is not None:
         at = noise_ptr + sequence * noise_b + node * noise_f + token
-        prob = tl.div_rn(prob, tl.load(at, mask=drawing, other=1.0))
+        prob = tl.div_rn(prob, tl.load(at, mask=inside, other=1.0))
 
     keys = tl.where(inside, rank_key(bits_of(prob), token), LAST)
-    key_ptr += (row * tl.num_programs(2) + part) * slices * count
+    key_ptr += row * slices * count
     for rank in range(count):
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
         tl.store(key_ptr + own * count + rank, key)
     # All threads must have written their keys before one thread increments the counter.
     tl.debug_barrier()
-    ended_before = tl.atomic_add(ended_ptr + row * 2 + part, 1, sem="acq_rel", scope="gpu")
+    ended_before = tl.atomic_add(ended_ptr + row, 1, sem="acq_rel", scope="gpu")
     if ended_before == slices - 1:
         place = tl.arange(0, BLOCK_M)
         found = tl.load(key_ptr + place, mask=place < slices * count, other=LAST, cache_modifier=".cg")
         out = row * count
-        _write_largest(draws_ptr + out, ranks_ptr + out, found, count, part, noise_ptr is not None)
+        # ``share`` is the largest probability: that of a logit equal to the top.
+        _write_largest(draws_ptr + out, chances_ptr + out, found, count, share, noise_ptr is not None)
 
 
 def expand_nodes(
@@ -185,8 +187,8 @@ def expand_nodes(
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     if exponential is not None and exponential.stride(2) != 1:
         exponential = exponential.contiguous()
-    draws, by_rank = empty_draws(logits, count)
-    rows, parts = batch * frontier, 1 if exponential is None else 2
+    draws, chances = empty_draws(logits, count)
+    rows = batch * frontier
     block = min(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _SLICES)))
     while block < _BLOCK and triton.cdiv(vocab, block) * count > _MERGED:
         block *= 2
@@ -194,17 +196,17 @@ def expand_nodes(
     merged = triton.next_power_of_2(slices * count)
     tops = torch.empty(rows, slices, dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(tops)
-    ended = torch.empty(rows, 2, dtype=torch.int32, device=logits.device)
-    keys = torch.empty(rows, parts, slices, count, dtype=torch.int64, device=logits.device)
+    ended = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    keys = torch.empty(rows, slices, count, dtype=torch.int64, device=logits.device)
     _sum_kernel[(rows, slices)](
         tops, masses, ended, logits, temperature, *logits.stride()[:2], frontier, vocab,
         BLOCK=block, **warps(max(1, block // _WARP)),
     )  # fmt: skip
-    _slice_kernel[(rows, slices, parts)](
-        draws, by_rank, probs, logits, temperature, exponential, keys, tops, masses, ended,
+    _slice_kernel[(rows, slices)](
+        draws, chances, probs, logits, temperature, exponential, keys, tops, masses, ended,
         *probs.stride()[:2], *logits.stride()[:2],
         *((0, 0) if exponential is None else exponential.stride()[:2]), frontier, vocab, count,
         BLOCK=block, BLOCK_S=triton.next_power_of_2(slices), BLOCK_M=merged,
         **warps(max(1, max(block, merged // 2) // _WARP)),
     )  # fmt: skip
-    return draws, by_rank
+    return draws, chances

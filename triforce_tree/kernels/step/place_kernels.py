@@ -54,12 +54,18 @@ def _begin_kernel(
 
 
 @triton.jit
-def _place_keys(path_probs_ptr, ranks_ptr, place, places, count):
-    """Returns path probabilities of the parents of pairs (parent, rank), and sort keys of the pairs."""
+def _chances(path_chances_ptr, chances_ptr, slot, rank, count, real):
+    """Returns the chances of the paths to pairs (parent, rank)."""
+    own = tl.load(chances_ptr + slot * count + rank, mask=real, other=0.0)
+    return own * tl.load(path_chances_ptr + slot, mask=real, other=0.0)
+
+
+@triton.jit
+def _keys(path_chances_ptr, chances_ptr, place, places, count):
+    """Returns the chances of the paths to pairs (parent, rank), and sort keys of the pairs."""
     real = place < places
-    path_prob = tl.load(path_probs_ptr + place // count, mask=real, other=0.0)
-    child_prob = path_prob * tl.load(ranks_ptr + place, mask=real, other=0.0)
-    return path_prob, tl.where(real, rank_key(bits_of(child_prob), place), LAST)
+    chance = _chances(path_chances_ptr, chances_ptr, place // count, place % count, count, real)
+    return chance, tl.where(real, rank_key(bits_of(chance), place), LAST)
 
 
 @triton.jit
@@ -67,17 +73,15 @@ def _write_nodes(
     tokens_ptr,
     parents_ptr,
     mask_words_ptr,
-    path_probs_ptr,
+    path_chances_ptr,
     ids_ptr,
     mask_ptr,
     draws_ptr,
-    probs_ptr,
     slot,
     rank,
-    path_prob,
+    chance,
     place,
     taken,
-    probs_f,
     first,
     frontier,
     count,
@@ -87,12 +91,11 @@ def _write_nodes(
 ):
     """Writes the new nodes ``place`` as children of the frontier nodes ``slot`` of one sequence."""
     drawn = tl.load(draws_ptr + slot * count + rank, mask=taken, other=-1)
-    path_prob *= tl.load(probs_ptr + slot * probs_f + drawn, mask=taken & (drawn >= 0), other=0.0)
     one = tl.full([], 1, tl.int64)
     above, node = (first + slot).to(tl.int64), (first + frontier + place).to(tl.int64)
     tl.store(tokens_ptr + node, drawn, mask=taken)
     tl.store(parents_ptr + node, above, mask=taken)
-    tl.store(path_probs_ptr + node, path_prob, mask=taken)
+    tl.store(path_chances_ptr + node, chance, mask=taken)
     tl.store(ids_ptr + place, tl.maximum(drawn, 0), mask=taken)
     for i in tl.static_range(WORDS):
         word = tl.load(mask_words_ptr + above * WORDS + i, mask=taken, other=0)
@@ -125,15 +128,12 @@ def _place_kernel(
     tokens_ptr,  # int64 [B, N], like parents_ptr
     parents_ptr,
     mask_words_ptr,  # int64 [B, N, WORDS]
-    path_probs_ptr,  # fp32 [B, N]
+    path_chances_ptr,  # fp32 [B, N]
     ids_ptr,  # int64 [B, W]
     mask_ptr,  # int64 [B * W, MASK_WORDS], or None
     draws_ptr,  # int64 [B, F, K]
-    ranks_ptr,  # fp32 [B, F, K]
-    probs_ptr,  # fp32 [B, F, V] with strides
-    pairs_ptr,  # int64 [2, W]; None takes the largest path probabilities
-    probs_b,
-    probs_f,
+    chances_ptr,  # fp32 [B, F, K]
+    pairs_ptr,  # int64 [2, W]; None takes the largest chances
     nodes,
     first,
     frontier,
@@ -150,13 +150,12 @@ def _place_kernel(
     tokens_ptr += tree
     parents_ptr += tree
     mask_words_ptr += tree * WORDS
-    path_probs_ptr += tree
+    path_chances_ptr += tree
     ids_ptr += sequence * width
     if mask_ptr is not None:
         mask_ptr += sequence * width * MASK_WORDS
     draws_ptr += row
-    ranks_ptr += row
-    probs_ptr += sequence * probs_b
+    chances_ptr += row
     place_index, places = tl.arange(0, BLOCK), frontier * count
     if WALKED:
         # Bisection finds the largest ``least_key`` such that ``width`` pairs have at least this key.
@@ -165,26 +164,26 @@ def _place_kernel(
             pivot = least_key + ((above - least_key) >> 1)
             reaching = tl.full([], 0, tl.int32)
             for start in range(0, places, BLOCK):
-                _, key = _place_keys(path_probs_ptr + first, ranks_ptr, start + place_index, places, count)
+                _, key = _keys(path_chances_ptr + first, chances_ptr, start + place_index, places, count)
                 reaching += tl.sum((key >= pivot).to(tl.int32), 0)
             above = tl.where(reaching > width, above, tl.where(reaching == width, pivot + 1, pivot))
             least_key = tl.where(reaching >= width, pivot, least_key)
         done = tl.full([], 0, tl.int32)
         for start in range(0, places, BLOCK):
             there = start + place_index
-            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, there, places, count)
+            chance, key = _keys(path_chances_ptr + first, chances_ptr, there, places, count)
             taken = key >= least_key
             place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
             done += tl.sum(taken.to(tl.int32), 0)
             _write_nodes(
-                tokens_ptr, parents_ptr, mask_words_ptr, path_probs_ptr, ids_ptr, mask_ptr,
-                draws_ptr, probs_ptr, there // count, there % count, path_prob, place, taken,
-                probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
+                tokens_ptr, parents_ptr, mask_words_ptr, path_chances_ptr, ids_ptr, mask_ptr,
+                draws_ptr, there // count, there % count, chance, place, taken,
+                first, frontier, count, before, WORDS, MASK_WORDS,
             )  # fmt: skip
     else:
         if pairs_ptr is None:
             slot, rank = place_index // count, place_index % count
-            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, place_index, places, count)
+            chance, key = _keys(path_chances_ptr + first, chances_ptr, place_index, places, count)
             least_key = tl.full([], FIRST, tl.int64)
             for _ in range(width):
                 least_key = tl.max(tl.where(key < least_key, key, LAST), 0)
@@ -194,10 +193,10 @@ def _place_kernel(
             taken, place = place_index < width, place_index
             slot = tl.load(pairs_ptr + place_index, mask=taken, other=0)
             rank = tl.load(pairs_ptr + width + place_index, mask=taken, other=0)
-            path_prob = tl.load(path_probs_ptr + first + slot, mask=taken, other=0.0)
+            chance = _chances(path_chances_ptr + first, chances_ptr, slot, rank, count, taken)
         _write_nodes(
-            tokens_ptr, parents_ptr, mask_words_ptr, path_probs_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
-            slot, rank, path_prob, place, taken, probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
+            tokens_ptr, parents_ptr, mask_words_ptr, path_chances_ptr, ids_ptr, mask_ptr, draws_ptr,
+            slot, rank, chance, place, taken, first, frontier, count, before, WORDS, MASK_WORDS,
         )  # fmt: skip
 
 
@@ -228,12 +227,11 @@ def place_nodes(
     tokens: Tensor,
     parents: Tensor,
     mask_words: Tensor,
-    path_probs: Tensor,
+    path_chances: Tensor,
     ids: Tensor,
     mask: Tensor | None,
     draws: Tensor,
-    by_rank: Tensor,
-    probs: Tensor,
+    chances: Tensor,
     pairs: Tensor | None,
     first: int,
     before: int,
@@ -241,7 +239,7 @@ def place_nodes(
     """See ``grow.place_nodes``."""
     batch, frontier, count = draws.shape
     width = ids.shape[1]
-    _check_dense(tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, pairs)
+    _check_dense(tokens, parents, mask_words, path_chances, ids, mask, draws, chances, pairs)
     if pairs is None and frontier * count < width:
         raise ValueError(f"{width} new nodes are too many for {frontier} parents with {count} draws each")
     if 64 * mask_words.shape[2] < tokens.shape[1]:
@@ -255,8 +253,8 @@ def place_nodes(
     walked = pairs is None and (block > _HELD or width > _TAKEN)
     block = min(block, _WALKED) if walked else block
     _place_kernel[(batch,)](
-        tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, probs, pairs,
-        *probs.stride()[:2], tokens.shape[1], first, frontier, count, width, before,
+        tokens, parents, mask_words, path_chances, ids, mask, draws, chances, pairs,
+        tokens.shape[1], first, frontier, count, width, before,
         WORDS=mask_words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
         BLOCK=block, WALKED=walked, **warps(max(1, min(8, block // 256))),
     )  # fmt: skip

@@ -9,8 +9,8 @@ static inline vec zero_below(vec x, float limit, vec y) {
 #endif
 }
 
-/* Computes out [length], the softmax of x / temperature; all elements are NaN if x has NaN. */
-static void softmax_of(const float *x, float temperature, int64_t length, float *out) {
+/* Computes out [length], the softmax of x / temperature, and returns the largest element; all are NaN if x has NaN. */
+static float softmax_of(const float *x, float temperature, int64_t length, float *out) {
     const int64_t whole = length / LANES * LANES;
     const vec heat = broadcast(temperature);
     float top = -INFINITY;
@@ -39,6 +39,7 @@ static void softmax_of(const float *x, float temperature, int64_t length, float 
         store(out + i, load(out + i) / broadcast(sum));
     for (int64_t i = whole; i < length; i++)
         out[i] /= sum;
+    return 1 / sum;
 }
 
 /* Returns whether a is larger than b, where NaN is the largest number. */
@@ -81,7 +82,8 @@ typedef struct {
     int64_t probs_batch, probs_node;
     const float *temperature; /* [batch], or NULL */
     int64_t *draws;           /* [batch, nodes, count] */
-    float *by_rank;           /* [batch, nodes, count] */
+    float *chances;           /* [batch, nodes, count] */
+    float first, later;       /* of kernels/step/draws.py */
     int64_t batch, nodes, vocabulary, count, threads;
 } ExpandRequest;
 
@@ -93,19 +95,27 @@ static void expand_node(const void *argument, int64_t row, int64_t worker) {
     const int64_t b = row / request->nodes, node = row % request->nodes;
     const float temperature = request->temperature ? request->temperature[b] : 1;
     float *probs = request->probs + b * request->probs_batch + node * request->probs_node;
-    float *by_rank = request->by_rank + row * count, drawn[most];
+    float *chances = request->chances + row * count;
     int64_t *draws = request->draws + row * count;
-    softmax_of(request->logits + b * request->logits_batch + node * request->logits_node, temperature, vocabulary, probs);
-    largest_of(probs, NULL, vocabulary, most, draws, by_rank);
-    if (request->exponential) {
-        const float *noise = request->exponential + b * request->exponential_batch + node * request->exponential_node;
-        largest_of(probs, noise, vocabulary, most, draws, drawn);
-        for (int64_t i = 0; i < most; i++)
-            if (!(drawn[i] > 0))
-                draws[i] = -1;
+    const float *logits = request->logits + b * request->logits_batch + node * request->logits_node;
+    const float top = softmax_of(logits, temperature, vocabulary, probs);
+    const float *noise = NULL;
+    if (request->exponential)
+        noise = request->exponential + b * request->exponential_batch + node * request->exponential_node;
+    largest_of(probs, noise, vocabulary, most, draws, chances);
+    if (noise) {
+        float left = 1, chance = request->first + (1 - request->first) * top * top * top;
+        for (int64_t i = 0; i < most; i++) {
+            const float own = left * chance;
+            if (chances[i] > 0)
+                chances[i] = own;
+            else
+                draws[i] = -1, chances[i] = 0;
+            left -= own, chance = request->later / (i + 2);
+        }
     }
     for (int64_t i = most; i < count; i++)
-        draws[i] = -1, by_rank[i] = 0;
+        draws[i] = -1, chances[i] = 0;
 }
 
 void expand_nodes(const void *argument) {
@@ -116,29 +126,31 @@ void expand_nodes(const void *argument) {
 
 typedef struct {
     int64_t *tokens, *parents, *mask_words; /* [batch, nodes] and [batch, nodes, words]; all tensors are dense */
-    float *path_probs;                      /* [batch, nodes], with its own number of nodes */
+    float *path_chances;                    /* [batch, nodes], with its own number of nodes */
     int64_t *ids, *mask;                    /* [batch, width]; [batch * width, mask_words], or NULL */
     const int64_t *draws;                   /* [batch, frontier, count] */
-    const float *by_rank;                   /* [batch, frontier, count] */
-    const float *probs;                     /* [batch, frontier, vocabulary], the last dimension dense */
-    int64_t probs_batch, probs_node;
+    const float *chances;                   /* [batch, frontier, count] */
     const int64_t *pairs;                   /* [2, width], or NULL */
     int64_t batch, nodes, path_nodes, words, mask_width, frontier, count, width, first, before;
 } PlaceRequest;
 
-/* Marks the ``width`` (parent, rank) with the largest path probabilities, of equals the lower index. */
+/* Returns the chance of the path to a (parent, rank). */
+static float path_chance(const PlaceRequest *request, int64_t b, int64_t place) {
+    const float *paths = request->path_chances + b * request->path_nodes + request->first;
+    return request->chances[b * request->frontier * request->count + place] * paths[place / request->count];
+}
+
+/* Marks the ``width`` (parent, rank) whose paths have the largest chances, of equals the lower index. */
 static void best_places(const PlaceRequest *request, int64_t b, char *chosen) {
     const int64_t places = request->frontier * request->count;
-    const float *by_rank = request->by_rank + b * places;
-    const float *path_probs = request->path_probs + b * request->path_nodes + request->first;
     memset(chosen, 0, places);
     for (int64_t taken = 0; taken < request->width; taken++) {
         int64_t best = -1;
         float most = 0;
         for (int64_t place = 0; place < places; place++) {
-            const float prob = by_rank[place] * path_probs[place / request->count];
-            if (!chosen[place] && (best < 0 || above(prob, most)))
-                best = place, most = prob;
+            const float chance = path_chance(request, b, place);
+            if (!chosen[place] && (best < 0 || above(chance, most)))
+                best = place, most = chance;
         }
         chosen[best] = 1;
     }
@@ -168,7 +180,7 @@ void place_nodes(const void *argument) {
     for (int64_t b = 0; b < request->batch; b++) {
         int64_t *tokens = request->tokens + b * request->nodes, *parents = request->parents + b * request->nodes;
         int64_t *mask_words = request->mask_words + b * request->nodes * words;
-        float *path_probs = request->path_probs + b * request->path_nodes;
+        float *path_chances = request->path_chances + b * request->path_nodes;
         if (!request->pairs)
             best_places(request, b, chosen);
         for (int64_t i = 0, place = -1; i < width; i++) {
@@ -180,9 +192,8 @@ void place_nodes(const void *argument) {
                 while (!chosen[place]);
             const int64_t above = place / count, node = start + i, parent = request->first + above;
             const int64_t token = request->draws[b * request->frontier * count + place];
-            const float *probs = request->probs + b * request->probs_batch + above * request->probs_node;
             tokens[node] = token, parents[node] = parent;
-            path_probs[node] = path_probs[parent] * (token >= 0 ? probs[token] : 0);
+            path_chances[node] = path_chance(request, b, place);
             memcpy(mask_words + node * words, mask_words + parent * words, words * sizeof(int64_t));
             mask_words[node * words + node / 64] |= (uint64_t)1 << node % 64;
             request->ids[b * width + i] = token >= 0 ? token : 0;

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from triforce_tree.kernels.cpu.fp32.library import run_with_work, usable
 from triforce_tree.kernels.step import accept, grow, kv_slots, select, traversal
+from triforce_tree.kernels.step.draws import FIRST, LATER
 
 _APPEND = struct.Struct("27q")
 _MOVE = struct.Struct("26q")
 _SELECT = struct.Struct("21qdd")
 _TRAVERSE = struct.Struct("25q")
 _GREEDY = struct.Struct("12q")
-_EXPAND = struct.Struct("17q")
-_PLACE = struct.Struct("22q")
+_EXPAND = struct.Struct("12qff5q")
+_PLACE = struct.Struct("19q")
 _BEGIN = struct.Struct("16q")
 
 
@@ -171,47 +172,46 @@ def expand_nodes(
     compiled = usable(logits, probs, *(() if exponential is None else (exponential,)))
     if compiled is None:
         return grow.expand_nodes.definition(logits, temperature, exponential, probs, count)
-    draws, by_rank = grow.empty_draws(logits, count)
+    draws, chances = grow.empty_draws(logits, count)
     noise = (0, 0, 0) if exponential is None else (exponential.data_ptr(), *exponential.stride()[:2])
     compiled.expand_nodes(
         _EXPAND.pack(
             logits.data_ptr(), *logits.stride()[:2], *noise, probs.data_ptr(), *probs.stride()[:2],
-            0 if temperature is None else temperature.data_ptr(), draws.data_ptr(), by_rank.data_ptr(),
-            *logits.shape, count, torch.get_num_threads(),
+            0 if temperature is None else temperature.data_ptr(), draws.data_ptr(), chances.data_ptr(),
+            FIRST, LATER, *logits.shape, count, torch.get_num_threads(),
         )
     )  # fmt: skip
-    return draws, by_rank
+    return draws, chances
 
 
 def place_nodes(
     tokens: Tensor,
     parents: Tensor,
     mask_words: Tensor,
-    path_probs: Tensor,
+    path_chances: Tensor,
     ids: Tensor,
     mask: Tensor | None,
     draws: Tensor,
-    by_rank: Tensor,
-    probs: Tensor,
+    chances: Tensor,
     pairs: Tensor | None,
     first: int,
     before: int,
 ) -> None:
     """See ``kernels.step.place_nodes``."""
-    compiled = usable(probs, path_probs, by_rank)
+    compiled = usable(path_chances, chances)
     maybe = [t for t in (mask, pairs) if t is not None]
-    if compiled is None or not _dense(tokens, parents, mask_words, path_probs, ids, draws, by_rank, *maybe):
+    if compiled is None or not _dense(tokens, parents, mask_words, path_chances, ids, draws, chances, *maybe):
         grow.place_nodes.definition(
-            tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, probs, pairs, first, before
+            tokens, parents, mask_words, path_chances, ids, mask, draws, chances, pairs, first, before
         )
         return
     batch, frontier, count = draws.shape
     compiled.place_nodes(
         _PLACE.pack(
-            tokens.data_ptr(), parents.data_ptr(), mask_words.data_ptr(), path_probs.data_ptr(),
-            ids.data_ptr(), 0 if mask is None else mask.data_ptr(), draws.data_ptr(), by_rank.data_ptr(),
-            probs.data_ptr(), *probs.stride()[:2], 0 if pairs is None else pairs.data_ptr(), batch,
-            tokens.shape[1], path_probs.shape[1], mask_words.shape[2], 0 if mask is None else mask.shape[1],
+            tokens.data_ptr(), parents.data_ptr(), mask_words.data_ptr(), path_chances.data_ptr(),
+            ids.data_ptr(), 0 if mask is None else mask.data_ptr(), draws.data_ptr(), chances.data_ptr(),
+            0 if pairs is None else pairs.data_ptr(), batch,
+            tokens.shape[1], path_chances.shape[1], mask_words.shape[2], 0 if mask is None else mask.shape[1],
             frontier, count, ids.shape[1], first, before,
         )
     )  # fmt: skip
