@@ -74,15 +74,24 @@ def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
 def test_the_last_column_is_the_ratio_of_two_contexts(script: Any) -> None:
     tables = script("benchmarks.drafters.tables")
     rows = [
-        {"way": "tree", "context": context, "kind": kind, "model": "m", "temperature": 0.6, "drafter": "d",
-         "tokens_per_pass": tokens}
+        {"part": "p", "way": "tree", "context": context, "kind": kind, "model": "m", "temperature": 0.6,
+         "drafter": "d", "tokens_per_pass": tokens}
         for context, kind, tokens in (
             (2048, "prose", 3.0), (2048, "code", 5.0), (65_536, "prose", 2.8), (65_536, "code", 4.4),
         )
     ]  # fmt: skip
-    content = {"rows": rows, "parts": {}}
+    versions = {"torch": "2", "transformers": "5"}
+    part = {
+        "hardware": "a GPU", "versions": versions, "commit": "c", "date": "d", "notes": ["'n' with d"],
+        "settings": {"vocabulary": 5},
+    }  # fmt: skip
+    content = {"rows": rows, "parts": {"p": part, "of other tables": {**part, "hardware": "none"}}}
     line = tables.by_context(content, "f").splitlines()[2]
     assert line == "| m | tree | 0.6 | d | 4.00 | 3.60 | 0.90 |"
+    assert (
+        "a GPU, torch 2, transformers 5, vocabulary of 5 entries, d. Not measured in m: 'n' with d. File: "
+        "`docs/results/f` (c of d)."
+    ) in tables.by_context(content, "f")
     by_kind = tables.by_kind(content, "f").splitlines()
     assert by_kind[0] == "| model | way | T | drafter | prose | code |"
     assert by_kind[2] == "| m | tree | 0.6 | d | 2.90 | 4.70 |"

@@ -99,7 +99,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program = adaptive(levels)
     # Costs at which the two levels draft at first and then pause.
-    draft = 0.1 if levels == 3 else 0.6
+    draft = 0.1 if levels == 3 else 0.7
     monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: table_of(draft))
     seen = []
     for measured, repeatable in ((draft, True), (draft, False), (20.0, True), (20.0, False)):
