@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.kernels.linears import BITS, LAYERS, ODD, Shape, Weights
+from triforce_tree.models.few_row import LowBitHead, LowBitLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -30,3 +31,11 @@ def test_error_and_bits(bits: int, shape: Shape, dtype: torch.dtype) -> None:
         assert (made.double() - exact).abs().max().item() <= allowed, rows
         assert all(torch.equal(made, weights.call(x, bias)) for _ in range(8)), rows
         assert not any(counters.any() for counters in weights.counters), rows
+
+
+def test_a_head_of_few_bits_multiplies_few_rows() -> None:
+    head = torch.nn.Linear(512, 1000, bias=False, device="cuda", dtype=torch.bfloat16)
+    made, x = LowBitHead(head), torch.randn(200, 512, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(made(x), head(x))
+    assert torch.equal(made(x[:16]), LowBitLinear(head, 8)(x[:16]))
+    assert not torch.equal(made(x[:16]), head(x[:16]))

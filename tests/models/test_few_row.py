@@ -10,6 +10,7 @@ from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models import few_row
 from triforce_tree.models.few_row import (
     FewRowLinear,
+    LowBitHead,
     LowBitLinear,
     few_row_copy,
     low_bit_copy,
@@ -67,6 +68,13 @@ def test_few_row_logits_are_equal(model: PreTrainedModel) -> None:
 def test_low_bit_logits_are_close(model: PreTrainedModel, bits: int, most: float) -> None:
     exact = logits(model)
     assert (logits(low_bit_copy(model, bits)) - exact).norm() < most * exact.norm()
+
+
+def test_a_head_keeps_its_original_for_what_no_kernel_computes() -> None:
+    head = nn.Linear(200, 70, dtype=torch.bfloat16)
+    made, x = LowBitHead(head), torch.randn(2, MOST_ROWS, 200, dtype=torch.bfloat16)
+    assert made.weight is head.weight
+    assert torch.equal(made(x), head(x))
 
 
 @pytest.mark.parametrize("rows", [1, MOST_ROWS + 1])

@@ -107,6 +107,27 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
+class LowBitHead(LowBitLinear):
+    """A language model head with weights of 8 bits for few rows, beside the original one for more.
+
+    The target keeps the original, so it takes no memory; unpacked, a head of 128,256 entries takes gigabytes.
+
+    Args:
+        head: the head to quantise.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head, 8)
+        self.original = head
+
+    @property
+    def weight(self) -> Tensor:
+        return self.original.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.few(x) else self.original(x)
+
+
 FewRow = FewRowLinear | LowBitLinear
 
 
@@ -212,8 +233,8 @@ def low_bit_copy(
     clone = with_linears(model, make, lambda module: LowBitExperts(module, bits, before), with_hooks=True)
     if before is not None:
         return clone  # Beside streamed weights memory is short, and the head's bytes are few.
-    # On other devices each call would dequantise the whole head.
-    return _with_head(clone, lambda head: LowBitLinear(head, 8) if head.weight.is_cuda else head)
+    # Other devices have no kernel for it.
+    return _with_head(clone, lambda head: LowBitHead(head) if head.weight.is_cuda else head)
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
