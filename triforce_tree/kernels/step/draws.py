@@ -57,10 +57,10 @@ class NoiseDraws:
         return torch.where(scores.gather(2, draws) > 0, draws, -1)
 
 
-FIRST, LATER = 0.45, 0.6
-"""Chances that a verifier accepts draws without replacement: the first one with FIRST + (1 - FIRST) m³, where
-m is the largest probability, and the r-th one with LATER / r, once all before it were rejected
-(docs/log/2026-11-30-which-nodes-a-sampled-tree-has.md)."""
+FIRST_CHANCE, LATER_CHANCE = 0.45, 0.6
+"""Chances that a verifier accepts draws without replacement: the first one with f + (1 - f) m³, where f is
+``FIRST_CHANCE`` and m the largest probability, and the r-th one with ``LATER_CHANCE / r``, once all before it
+were rejected (docs/log/2026-11-30-which-nodes-a-sampled-tree-has.md)."""
 
 
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -84,10 +84,10 @@ def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor,
 
 def _chances_by_rank(top: Tensor, count: int) -> Tensor:
     """Returns the chance of each draw, ``[B, F, K]``, from the largest probabilities ``[B, F]``."""
-    chance, left, chances = FIRST + (1 - FIRST) * top**3, torch.ones_like(top), []
+    chance, left, chances = FIRST_CHANCE + (1 - FIRST_CHANCE) * top**3, torch.ones_like(top), []
     for rank in range(count):
         chances.append(left * chance)
-        left, chance = left - chances[-1], torch.full_like(top, LATER / (rank + 2))
+        left, chance = left - chances[-1], torch.full_like(top, LATER_CHANCE / (rank + 2))
     return torch.stack(chances, 2)
 
 

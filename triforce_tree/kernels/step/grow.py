@@ -70,7 +70,7 @@ def expand_nodes(
         tokens int64 ``[B, F, K]`` in draw order, -1 where there are no more; fp32 ``[B, F, K]``, an estimate
         of the chance that each token is accepted if its parent was, 0 where there is none. The most probable
         tokens have their probabilities. The chances of draws depend on their rank and the largest
-        probability (``draws.FIRST``), but not on the tokens.
+        probability (``draws.FIRST_CHANCE``), but not on the tokens.
     """
     return expand_drawn(
         None if exponential is None else NoiseDraws(exponential),

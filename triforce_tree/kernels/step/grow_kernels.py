@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triforce_tree.kernels.launching import warps
-from triforce_tree.kernels.step.draws import FIRST as FIRST_CHANCE
-from triforce_tree.kernels.step.draws import LATER
+from triforce_tree.kernels.step.draws import FIRST_CHANCE, LATER_CHANCE
 from triforce_tree.kernels.step.grow import empty_draws
 
 # Most tokens of a slice, and of each of its warps.
@@ -29,7 +28,7 @@ _FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
-_FIRST, _LATER = tl.constexpr(FIRST_CHANCE), tl.constexpr(LATER)
+_FIRST_CHANCE, _LATER_CHANCE = tl.constexpr(FIRST_CHANCE), tl.constexpr(LATER_CHANCE)
 
 
 @triton.jit
@@ -71,11 +70,12 @@ def _weight(logit, top, inverse_temperature):
 
 @triton.jit
 def _write_largest(draws_ptr, chances_ptr, keys, count, top_prob, SAMPLED: tl.constexpr):
-    """Writes the tokens of the largest keys of a node in order, and their chances, see ``draws.FIRST``.
+    """Writes the tokens of the largest keys of a node in order and their chances, see ``draws.FIRST_CHANCE``.
 
     The token is -1 and the chance 0 where a key is negative, or SAMPLED with probability 0.
     """
-    left, chance = tl.full([], 1.0, tl.float32), _FIRST + (1.0 - _FIRST) * top_prob * top_prob * top_prob
+    left = tl.full([], 1.0, tl.float32)
+    chance = _FIRST_CHANCE + (1.0 - _FIRST_CHANCE) * top_prob * top_prob * top_prob
     for rank in range(count):
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
@@ -86,7 +86,7 @@ def _write_largest(draws_ptr, chances_ptr, keys, count, top_prob, SAMPLED: tl.co
             own = left * chance
             number = tl.where(token < 0, 0.0, own)
             left -= own
-            chance = _LATER / (rank + 2)
+            chance = _LATER_CHANCE / (rank + 2)
         tl.store(draws_ptr + rank, token)
         tl.store(chances_ptr + rank, number)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.cpu.fp32.library import run_with_work, usable
 from triforce_tree.kernels.step import accept, grow, kv_slots, select, traversal
-from triforce_tree.kernels.step.draws import FIRST, LATER
+from triforce_tree.kernels.step.draws import FIRST_CHANCE, LATER_CHANCE
 
 _APPEND = struct.Struct("27q")
 _MOVE = struct.Struct("26q")
@@ -178,7 +178,7 @@ def expand_nodes(
         _EXPAND.pack(
             logits.data_ptr(), *logits.stride()[:2], *noise, probs.data_ptr(), *probs.stride()[:2],
             0 if temperature is None else temperature.data_ptr(), draws.data_ptr(), chances.data_ptr(),
-            FIRST, LATER, *logits.shape, count, torch.get_num_threads(),
+            FIRST_CHANCE, LATER_CHANCE, *logits.shape, count, torch.get_num_threads(),
         )
     )  # fmt: skip
     return draws, chances
