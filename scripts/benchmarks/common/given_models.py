@@ -50,6 +50,7 @@ class Models:
         device: bf16 is used on a GPU, else fp32.
         seed: of the weights without effect.
         yarn: to how many positions YaRN extends the target, and its own; None: as it is.
+        positions: that texts need; beyond the target's own its rotary embedding is used as it is.
     """
 
     target: str
@@ -59,6 +60,7 @@ class Models:
     device: torch.device
     seed: int
     yarn: tuple[int, int] | None = None
+    positions: int = 0
     _model: PreTrainedModel | None = field(default=None, repr=False)
 
     def vocabulary(self) -> int:
@@ -79,6 +81,7 @@ class Models:
         """Returns an engine with the drafter in a folder; None: with the draft, if there is one."""
         if self._model is None:
             small = self._small(self.target)
+            small.config.max_position_embeddings = max(self.positions, small.config.max_position_embeddings)
             if self.yarn is not None:
                 # A frequency then depends on its place relative to the dimensions of a head alone, so that
                 # the model can have larger heads.

@@ -87,7 +87,9 @@ def main(words: Sequence[str] | None = None) -> int:
     for shape in args.shapes:
         wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
         draft = None if args.draft == "none" else args.draft
-        models = Models(args.target, draft, wide, TINY_DRAFT if args.tiny else "llama-68m", device, args.seed)
+        draft_shape = TINY_DRAFT if args.tiny else "llama-68m"
+        positions = max(args.contexts) + args.new_tokens
+        models = Models(args.target, draft, wide, draft_shape, device, args.seed, positions=positions)
         for way, (name, folder) in itertools.product(args.ways, folders.items()):
             options = {**WAYS[way], **dict(args.set)}
             plan = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.benchmarks.sources.python_files import package_folders, python_texts
 from triforce_tree.bench.texts import pydoc_text
 
-_MOST = 1_000_000
+_MOST = 3_500_000
 # Where R keeps packages of the system; dpkg -x of a Debian package writes the first one.
 _R_LIBRARIES = (Path("/usr/lib/R/site-library"), Path("/usr/local/lib/R/site-library"))
 _JARGON = Path("/usr/share/doc/jargon-text")
