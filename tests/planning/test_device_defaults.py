@@ -66,7 +66,7 @@ def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> 
 def test_a_gpu_has_its_own() -> None:
     found = settings()
     names = ("gamma", "tree", "budget", "chunk", "runner_ups", "recent", "retrieval_weight_bits")
-    assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 8192, 32, None, 256, "auto"]
+    assert [found[name] for name in names] == [20, "best-first:4,4,3,2,1,1", 8192, 32, None, 256, "auto"]
     grouped = settings(group=4)
     assert (grouped["gamma"], grouped["runner_ups"], grouped["budget"]) == (15, False, 8192)
     assert grouped["other_trees"][0] != found["other_trees"][0], "many rows cost more there"

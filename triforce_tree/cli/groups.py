@@ -104,7 +104,7 @@ def add_hierarchy(parser: argparse.ArgumentParser) -> None:
         default=DEFAULTS["tree"],
         help="shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
         "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths; by default "
-        "best-first:6,5,4, on a GPU best-first:4,4,4,3",
+        "best-first:6,5,4, on a GPU best-first:4,4,3,2,1,1",
     )
     add(
         "--budget",

@@ -34,7 +34,7 @@ from triforce_tree.trees.shapes import Shape, matched_alone, tree_shape
 _RETRIEVAL = ((98_304, 8192, 32), (49_152, 8192, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
 # The same for grouped-query attention. A budget of 16,384 gains as much with sampling as it loses without.
 _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
-_TREE = "best-first:4,4,4,3"
+_TREE = "best-first:4,4,3,2,1,1"
 # Proposals that passes may choose instead: trees, and matched tokens where a text repeats itself. On a CPU
 # each verified token has its price: trees of two to five tokens were the best there
 # (``docs/log/2026-11-22-trees-or-chains.md``), and chains of two lengths are for short and for long matches
@@ -42,8 +42,8 @@ _TREE = "best-first:4,4,4,3"
 # 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little
 # more.
 _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
-_GPU_TREES = ("best-first:16,17,16,14", "chain:6")
-_GROUPED_TREES = ("best-first:8,8,8,7", "chain:6")
+_GPU_TREES = ("best-first:16,14,11,8,6,4,2,2", "chain:6")
+_GROUPED_TREES = ("best-first:8,7,5,4,3,2,1,1", "chain:6")
 # More than ``_MANY`` sequences have matched tokens of several lengths, because long proposals of so many
 # sequences compute longer than a pass reads weights.
 _MATCHED, _MANY, _MATCHED_OF_MANY = ("lookup:31",), 8, ("lookup:3", "lookup:7", "lookup:15", "lookup:31")
