@@ -102,12 +102,13 @@ def speed(content: Record, file: str) -> str | None:
 
 
 def plot_contexts(axis: Any, rows: list[Record]) -> None:
-    """Plots tokens a pass by context for the model with the most contexts: a panel for each temperature, a
-    colour for each drafter, dashed lines for chains.
+    """Plots tokens a pass by context for the model with the most contexts, over the texts of its longest one:
+    a panel for each temperature, a colour for each drafter, dashed lines for chains.
     """
     contexts = {model: {row["context"] for row in found} for (model,), found in _cells(rows, "model").items()}
     model = max(contexts, key=lambda model: len(contexts[model]))
-    mine = [row for row in rows if row["model"] == model]
+    longest = {row["text"] for row in rows if row["context"] == max(contexts[model])}
+    mine = [row for row in rows if row["model"] == model and row["text"] in longest]
     drafters, panels = sorted({row["drafter"] for row in mine}), _cells(mine, "temperature")
     axes = axis.figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     axis.remove()
@@ -123,7 +124,7 @@ def plot_contexts(axis: Any, rows: list[Record]) -> None:
         over_contexts(panel, own)
         panel.set_ylim(bottom=1)
         panel.set_title(f"{model}, T = {temperature:g}", fontsize=9)
-    axes[0].set_ylabel("tokens a pass, medians over texts")
+    axes[0].set_ylabel(f"tokens a pass, medians of {len(longest)} texts")
     axes[-1].legend(fontsize=7, title="tree (dashed: chain)", title_fontsize=7)
 
 
