@@ -232,7 +232,7 @@ def test_other_dtypes_and_head_dims_are_not_supported() -> None:
 def test_instruction_sets_follow_from_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     old = frozenset({"sse4_2", "avx2", "fma", "f16c"})
     wide = old | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-    monkeypatch.setattr(cpu_attention, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(cpu_attention, "vendor", lambda: "AuthenticAMD")
     for flags, expected in (
         (wide | {"avx512_bf16", "amx_tile", "amx_bf16"}, ("AMX", "AVX-512 BF16", "AVX-512", "AVX2")),
         (wide | {"avx512_bf16", "amx_tile"}, ("AVX-512 BF16", "AVX-512", "AVX2")),
@@ -254,7 +254,7 @@ def test_intels_bf16_dot_products_come_last(monkeypatch: pytest.MonkeyPatch) -> 
     by_dtype = cpu_attention._INSTRUCTIONS.values()
     every = {flag for by_name in by_dtype for needed in by_name.values() for flag in needed}
     monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset(every))
-    monkeypatch.setattr(cpu_attention, "_vendor", lambda: "GenuineIntel")
+    monkeypatch.setattr(cpu_attention, "vendor", lambda: "GenuineIntel")
     assert instructions() == ("AMX", "AVX-512", "AVX2", "AVX-512 BF16")
     assert instructions(torch.float16) == ("AVX-512", "AVX2")
 

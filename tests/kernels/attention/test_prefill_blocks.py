@@ -58,7 +58,8 @@ def test_wide_heads_go_in_blocks_on_a_gpu(dims: tuple[int, int], monkeypatch: py
     monkeypatch.setattr(prefill, "attention_in_blocks", lambda *_, **__: made)
     monkeypatch.setattr(prefill, "_of_equal_widths", lambda *_, **__: None)
     monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", lambda *_, **__: None)
-    q, k, v = (SimpleNamespace(shape=shape, is_cuda=True, dtype=torch.float32) for shape in shapes)
+    how = {"is_cuda": True, "is_cpu": False, "dtype": torch.float32}
+    q, k, v = (SimpleNamespace(shape=shape, **how) for shape in shapes)
     assert (prefill.causal_attention(q, k, v, scale=1.0) is made) == (max(dims) > 256)
     q.is_cuda = False
     assert prefill.causal_attention(q, k, v, scale=1.0) is not made

@@ -9,6 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from triforce_tree.kernels.attention import flash_attn_4
 from triforce_tree.kernels.attention.reference import merge_parts
+from triforce_tree.kernels.cpu.fp32 import prefill as host
 from triforce_tree.kernels.device import describe
 
 FLASH_DIM = 256
@@ -62,8 +63,12 @@ def _causal(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes ``causal_attention`` by torch and cuDNN."""
+    """Computes ``causal_attention`` by torch and cuDNN, on a CPU in fp32 by our kernel."""
     queries, positions = q.shape[2], k.shape[2]
+    if q.is_cpu and softcap is None and sinks is None:
+        out = host.causal_attention(q, k, v, scale, window)
+        if out is not None:
+            return out
     wide = q.is_cuda and max(k.shape[3], v.shape[3]) > FLASH_DIM
     if wide or softcap is not None or sinks is not None:
         return attention_in_blocks(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)

@@ -57,7 +57,7 @@ def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
     keys and values to fp32, and also support fp16.
     """
     available = [way for way, needed in _INSTRUCTIONS.get(dtype, {}).items() if _flags().issuperset(needed)]
-    if _vendor() == "GenuineIntel":
+    if vendor() == "GenuineIntel":
         # On Intel, bf16 dot products are slower than fp32 (docs/offloaded_passes.md), so they come last.
         available.sort(key="AVX-512 BF16".__eq__)
     return tuple(available)
@@ -183,7 +183,7 @@ def _flags() -> frozenset[str]:
     return frozenset(_cpuinfo("flags").split())
 
 
-def _vendor() -> str:
+def vendor() -> str:
     return _cpuinfo("vendor_id")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
+from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.step.kv_slots import dequantized
 
 # With fewer KV positions, one batched product for all heads is faster than a call per head. At 1,580
@@ -22,8 +23,6 @@ from triforce_tree.kernels.step.kv_slots import dequantized
 _ROWS_PER_HEAD_CALL = 4096
 _BITS = torch.arange(64, device="cpu")
 Product = Callable[[Tensor, Tensor], Tensor]
-
-ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def planned_attention(
@@ -150,18 +149,13 @@ def tree_attention(
 
     packed = (q * scale).reshape(batch, kv_heads, group * queries, dim)
     # Torch does not repack the operands of a matrix-vector product.
-    if not ONEDNN or positions < _ROWS_PER_HEAD_CALL or group * queries == 1:
+    if not onednn.ONEDNN or positions < _ROWS_PER_HEAD_CALL or group * queries == 1:
         out = attend(packed, k, v, _batched)
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)
-        out = torch.stack([attend(x, keys, values, _onednn) for x, keys, values in pairs])
+        out = torch.stack([attend(x, keys, values, onednn.linear) for x, keys, values in pairs])
     return out.view(batch, q_heads, queries, -1)
 
 
 def _batched(x: Tensor, matrix: Tensor) -> Tensor:
     return x @ matrix.mT
-
-
-def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
-    """Returns ``x @ matrix.T`` for ``x`` ``[M, K]`` and ``matrix`` ``[N, K]``, any strides."""
-    return torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")

@@ -2,13 +2,17 @@
 
 The C kernels unpack blocks in registers to the values that the package gguf gives, and add products in the
 order in which they add those of fp32 weights. So a result has the bits that it would have with unpacked
-weights.
+weights. For many rows, where oneDNN is faster, all blocks are unpacked first.
 """
 
 from torch import Tensor, nn
 
+from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.linear import Blocks
+
+# Fewest rows for which unpacking pays.
+_UNPACKED_ROWS = 256
 
 
 class GgufLinear(nn.Linear):
@@ -40,6 +44,8 @@ class GgufLinear(nn.Linear):
         return self._matrix if same else self._made()
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() >= _UNPACKED_ROWS * x.shape[-1] and onednn.multiplies_many_rows():
+            return onednn.linear(x, fp32.widened(self.matrix()), self.bias)
         return fp32.linear(x, self.matrix())
 
 

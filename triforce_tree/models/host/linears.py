@@ -3,7 +3,8 @@
 A tree forward multiplies 1 to 64 rows by each weight matrix. torch's default GEMM is optimised for more rows,
 and reads the weights at half of the memory's speed. If all values of a weight can be represented in 16 bits,
 as in most checkpoints, it is read from a 16-bit copy: the same numbers in half of the bytes. Level 1 may use
-other numbers, of 8 bits (:class:`Int8Linear`).
+other numbers, of 8 bits (:class:`Int8Linear`). Prompts have more rows, which oneDNN multiplies where it is
+faster than torch's default.
 """
 
 from functools import partial
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.kernels.cpu.tree_attention import ONEDNN
+from triforce_tree.kernels.cpu.onednn import ONEDNN
 from triforce_tree.models.host.gguf_linears import GgufLinear
 
 _MOST_ROWS = 64
@@ -157,7 +159,6 @@ def _in_16_bits(weight: Tensor, state: tuple[int, int]) -> Tensor | None:
 def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
     if weight is not None and x.numel() <= fp32.MOST_ROWS * x.shape[-1]:
         return fp32.linear(x, weight.matrix())
-    if not ONEDNN or x.shape[-2] > _MOST_ROWS:
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
-    return out
+    if ONEDNN and (x.shape[-2] <= _MOST_ROWS or onednn.multiplies_many_rows()):
+        return onednn.linear(x, layer.weight, layer.bias)
+    return nn.functional.linear(x, layer.weight, layer.bias)

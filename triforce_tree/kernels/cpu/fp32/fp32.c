@@ -16,6 +16,7 @@ enum { MOST_GATED = 64 }; /* most rows of ``gated`` */
 #include "exact.h"
 #include "layers.h"
 #include "linear.h"
+#include "prefill.h"
 #include "decoder.h"
 #include "noise.h"
 #include "../step/grow.h"

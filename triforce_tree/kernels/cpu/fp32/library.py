@@ -32,6 +32,7 @@ _HEADERS = [
         "layers.h",
         "decoder.h",
         "noise.h",
+        "prefill.h",
     )
 ]
 _CPU = _SOURCE.parents[1]
@@ -43,7 +44,9 @@ _FUNCTIONS = (
     "place_nodes", "project", "rms_norm", "rotary", "unpack",
 )  # fmt: skip
 # These functions return the bytes of workspace that they need.
-_WITH_WORK = ("attention", "exact_attention", "move_kv", "select_chunks", "traverse_tree")
+_WITH_WORK = (
+    "attention", "exact_attention", "move_kv", "prefill_attention", "select_chunks", "traverse_tree",
+)  # fmt: skip
 
 
 @cache
