@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from triforce_tree.kernels.cpu import onednn
+from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host import linears as host_linear
+from triforce_tree.models.host.gguf_linears import GgufLinear
 from triforce_tree.models.host.linears import use_few_row_linears
 
 
@@ -15,6 +18,11 @@ def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(host_linear, "library", lambda: None)
     elif library() is None:
         pytest.skip("needs a processor with AVX2, and a C compiler")
+
+
+@pytest.fixture(params=[True, False], ids=["many by oneDNN", "many by torch"])
+def many_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "multiplies_many_rows", lambda: request.param)
 
 
 needs_onednn = pytest.mark.skipif(not host_linear.ONEDNN, reason="this torch has no oneDNN")
@@ -31,7 +39,7 @@ def forwards(model: nn.Module) -> dict[str, object]:
 
 
 @needs_onednn
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("few_rows", "many_rows")
 @pytest.mark.parametrize("rows", [1, 2, 7, 32, 64, 65, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_result_equals_torchs(rows: int, bias: bool) -> None:
@@ -43,6 +51,23 @@ def test_the_result_equals_torchs(rows: int, bias: bool) -> None:
         assert forwards(model).keys() == {"0", "2"}
         out = model(x)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize("rows", [255, 256, 300])
+def test_many_rows_by_blocks_of_a_file(rows: int) -> None:
+    blocks = fp32.BLOCKS["Q8_0"]
+    codes = torch.randint(256, (40, 2, 32), dtype=torch.uint8)
+    scales = torch.rand(40, 2, 1).half().view(torch.uint8)
+    packed = torch.cat([scales, codes], 2).flatten(1)
+    bias = torch.randn(40)
+    layer = GgufLinear(nn.Parameter(packed, requires_grad=False), blocks, nn.Parameter(bias))
+    x = torch.randn(2, rows, 64) if rows == 300 else torch.randn(rows, 64)
+    with torch.no_grad():
+        expected = nn.functional.linear(x, fp32.unpacked(packed, blocks), bias)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-2)
 
 
 @needs_onednn
