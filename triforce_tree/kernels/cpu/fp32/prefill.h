@@ -36,9 +36,7 @@ typedef struct {
     float *q;              /* [dim, PANEL], scaled */
     float *out;            /* [value_dim, PANEL] */
     float *most, *sum;     /* [PANEL], maximum and sum of the softmax */
-    float *first, *last;   /* [PANEL], positions that a row sees */
-    int64_t begin, end;    /* of the positions that any row sees */
-    int64_t all_from, all_to; /* of those that all rows see */
+    int64_t first[PANEL], last[PANEL]; /* positions that a row sees; both ascend */
 } Panel;
 
 /* Adds the product of a tile of A, whose elements are a_row and a_column floats apart, and b [depth, PANEL] to c
@@ -92,7 +90,7 @@ INLINE void multiply_panel(const float *a, int64_t a_row, int64_t a_column, cons
 static void hide(const Panel *panel, float *scores, int64_t from, int64_t count) {
     for (int64_t n = 0; n < count; n++)
         for (int64_t row = 0; row < PANEL; row++)
-            if (from + n < (int64_t)panel->first[row] || from + n > (int64_t)panel->last[row])
+            if (from + n < panel->first[row] || from + n > panel->last[row])
                 scores[n * PANEL + row] = -INFINITY;
 }
 
@@ -139,8 +137,6 @@ static void begin_panel(const PrefillRequest *request, Panel *panel, int64_t b, 
         panel->most[i] = NO_MAX, panel->sum[i] = 0;
     }
     memset(panel->out, 0, request->value_dim * PANEL * sizeof(float));
-    panel->begin = panel->first[0], panel->end = (int64_t)panel->last[PANEL - 1] + 1;
-    panel->all_from = panel->first[PANEL - 1], panel->all_to = (int64_t)panel->last[0] + 1;
 }
 
 static void end_panel(const PrefillRequest *request, const Panel *panel, int64_t b, int64_t head, int64_t row) {
@@ -169,26 +165,23 @@ static void prefill_task(const void *argument, int64_t number, int64_t worker) {
     const int64_t panels = min_of(work->panels, (rows - row + PANEL - 1) / PANEL);
     float *scores = work->memory + worker * work->scratch, *next = scores + TOGETHER * PANEL;
     Panel panel[MOST_PANELS];
-    int64_t begin = request->positions, end = 0;
     for (int64_t i = 0; i < panels; i++) {
         Panel *own = &panel[i];
         own->q = next, own->out = own->q + dim * PANEL, own->most = own->out + value_dim * PANEL;
-        own->sum = own->most + PANEL, own->first = own->sum + PANEL, own->last = own->first + PANEL;
-        next = own->last + PANEL;
+        own->sum = own->most + PANEL, next = own->sum + PANEL;
         begin_panel(request, own, b, head, row + i * PANEL);
-        begin = min_of(begin, own->begin);
-        end = own->end > end ? own->end : end;
     }
+    const int64_t begin = panel[0].first[0], end = panel[panels - 1].last[PANEL - 1] + 1;
     const float *keys = request->keys + b * request->k_batch + head * request->k_head;
     const float *values = request->values + b * request->v_batch + head * request->v_head;
     for (int64_t from = begin / TOGETHER * TOGETHER; from < end; from += TOGETHER)
         for (int64_t i = 0; i < panels; i++) {
             const Panel *own = &panel[i];
-            const int64_t count = min_of(TOGETHER, own->end - from);
-            if (count <= 0 || from + count <= own->begin)
+            const int64_t count = min_of(TOGETHER, own->last[PANEL - 1] + 1 - from);
+            if (count <= 0 || from + count <= own->first[0])
                 continue;
             multiply_panel(keys + from * request->k_slot, request->k_slot, 1, own->q, dim, scores, count, 0);
-            const int hidden = from < own->all_from || from + count > own->all_to;
+            const int hidden = from < own->first[PANEL - 1] || from + count > own->last[0] + 1;
             if (hidden)
                 hide(own, scores, from, count);
             softmax_panel(own, scores, count, value_dim, hidden);
@@ -205,7 +198,7 @@ int64_t prefill_attention(const void *argument) {
     /* A thread gets several tasks. */
     const int64_t most = all * heads / (PARTS * request->threads), panels = min_of(MOST_PANELS, most > 1 ? most : 1);
     const int64_t parts = (all + panels - 1) / panels;
-    const int64_t scratch = PANEL * (TOGETHER + MOST_PANELS * (request->dim + request->value_dim + 4));
+    const int64_t scratch = PANEL * (TOGETHER + MOST_PANELS * (request->dim + request->value_dim + 2));
     const int64_t needed = request->threads * scratch * sizeof(float) + LINE;
     if (request->work_bytes < needed)
         return needed;
