@@ -8,21 +8,11 @@ from torch import Tensor
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
-from triforce_tree.kernels.cpu import cpu_attention, tree_attention
+from triforce_tree.kernels.cpu import tree_attention
 from triforce_tree.kernels.cpu.fp32 import attention as fp32_attention
-from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.kernels.cpu.fp32 import linear as fp32_linear
 
-pytestmark = pytest.mark.skipif(
-    fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
-)
-
-
-@pytest.fixture(params=list(cpu_attention.fp32_instructions()) or ["none"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every instruction set that this processor has."""
-    own = fp32_library.library(request.param)
-    monkeypatch.setattr(fp32_library, "library", lambda: own)
+pytestmark = pytest.mark.usefixtures("each_instruction_set")
 
 
 @pytest.mark.usefixtures("poisoned_empty")

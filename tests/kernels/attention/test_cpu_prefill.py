@@ -5,25 +5,15 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.prefill import attention_in_blocks
-from triforce_tree.kernels.cpu import cpu_attention
-from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.kernels.cpu.fp32 import prefill
 
-pytestmark = pytest.mark.skipif(
-    fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
-)
-
-
-@pytest.fixture(params=list(cpu_attention.fp32_instructions()) or ["none"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = fp32_library.library(request.param)
-    monkeypatch.setattr(fp32_library, "library", lambda: own)
+pytestmark = pytest.mark.usefixtures("each_instruction_set")
 
 
 def chunk(
     queries: int, before: int, kv_heads: int, group: int, dims: tuple[int, int], batch: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, and keys and values inside larger memory that holds NaN."""
+    """Returns random queries, and keys and values inside larger memory that holds NaN."""
     positions, (dim, value_dim) = before + queries, dims
     q = torch.randn(batch, queries, kv_heads * group, dim).transpose(1, 2)
     kv = torch.full((batch, kv_heads, positions + 7, dim + value_dim), torch.nan)
@@ -76,7 +66,7 @@ def test_large_scores_and_growing_maxima() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_query_does_not_depend_on_the_others(threads: int) -> None:
-    """The same prompt in chunks of other sizes, on other numbers of threads."""
+    """A prompt has the same bits in chunks of other sizes and with other numbers of threads."""
     torch.manual_seed(1)
     q, k, v = chunk(600, 0, 2, 2, (64, 64))
     whole, before = attended(q, k, v, 0.2), torch.get_num_threads()

@@ -5,20 +5,10 @@ import torch
 
 from tests.support.kernels import acceptance_cases, grow_cases, step_cases
 from triforce_tree.kernels import step
-from triforce_tree.kernels.cpu import cpu_attention
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 
-pytestmark = pytest.mark.skipif(
-    fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
-)
+pytestmark = pytest.mark.usefixtures("each_instruction_set")
 HALF, SINGLE = torch.float16, torch.float32
-
-
-@pytest.fixture(params=list(cpu_attention.fp32_instructions()) or ["none"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every instruction set that this processor has; definitions may not be called by the operators."""
-    own = fp32_library.library(request.param)
-    monkeypatch.setattr(fp32_library, "library", lambda: own)
 
 
 @pytest.fixture
