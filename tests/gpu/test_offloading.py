@@ -109,7 +109,7 @@ def test_a_copy_that_fails_in_a_pass(offloaded: Offloaded, monkeypatch: pytest.M
     def failing(ring: BufferRing) -> None:
         nonlocal calls
         calls += 1
-        if calls == 40:
+        if calls == 20:
             raise RuntimeError("the bus is gone")
         issue(ring)
 

@@ -44,7 +44,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.running_forward import Attend, IndexedPass, RecurrentPass, running, running_forward
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
-from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.executor import warms_up
 
 MOST_ROWS = 128
 """Most tokens per sequence of a forward that is compiled and captured."""
@@ -98,6 +98,7 @@ class StepModel:
         self._layers = range(text_config.num_hidden_layers) if layers is None else layers
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
+        self._firsts: dict[str, nn.Module] | None = None
         self.scales_queries = use_our_attention(clone)
         attach(self.model, in_chunks=False)
         self.indexed = attach_indexers(self.model)
@@ -137,9 +138,9 @@ class StepModel:
             positions = positions.clamp_max(self._max_positions - 1)
         # Set once for all layers: once per layer would take a quarter of the host time.
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
-        compiles = self.by_kernels and compiles_only()
-        few = _one_of_each(decoder_layers(self.model)) if compiles else nullcontext()
-        with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit(), few:
+        few = self.by_kernels and (compiles_only() or warms_up())
+        layers = self.one_of_each() if few else nullcontext()
+        with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit(), layers:
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -153,19 +154,21 @@ class StepModel:
         logits: Tensor = out.logits[:, -last:]
         return agreed_logits(self.model, logits.contiguous())
 
-
-@contextmanager
-def _one_of_each(layers: nn.ModuleList) -> Iterator[None]:
-    """Is a context in which a model has only the first one of its layers that are alike: all of them launch
-    the same kernels.
-    """
-    every = layers._modules
-    kinds = {_kind(layer): name for name, layer in reversed(every.items())}
-    layers._modules = {name: every[name] for name in every if name in kinds.values()}
-    try:
-        yield
-    finally:
-        layers._modules = every
+    @contextmanager
+    def one_of_each(self) -> Iterator[None]:
+        """Is a context in which the model has only the first one of its layers that are alike: all of them
+        launch the same kernels.
+        """
+        layers = decoder_layers(self.model)
+        every = layers._modules
+        if self._firsts is None:
+            kinds = {_kind(layer): name for name, layer in reversed(every.items())}
+            self._firsts = {name: layer for name, layer in layers.named_children() if name in kinds.values()}
+        layers._modules = self._firsts
+        try:
+            yield
+        finally:
+            layers._modules = every
 
 
 def _kind(layer: nn.Module) -> Hashable:
@@ -289,10 +292,13 @@ def captures(model: HFModel, replaced: bool) -> bool:
     if replaced and model.states is not None:
         return True  # Our own scans and states are all that such layers have beside linear ones.
     step = _step(few_row_copy(model.model) if replaced else shallow_copy(model.model), model, False)
+    # Others may choose by the number of a layer.
+    known = replaced and model.streamed is None and model.kernel_layers.complete(step.model)
 
     def run(tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return step(tokens, positions, _no_attention, indexed=NewKeys(tokens.device))
+        with step.one_of_each() if known else nullcontext():
+            return step(tokens, positions, _no_attention, indexed=NewKeys(tokens.device))
 
     for count in _TRIED_ROWS[1:2] if replaced else _TRIED_ROWS:
         # Two inputs without a token in common.
@@ -303,8 +309,8 @@ def captures(model: HFModel, replaced: bool) -> bool:
                 model.name, count, linears, reason,
             )  # fmt: skip
             return False
-    # Free the memory of the graphs before memory is planned.
-    free_memory()
+    # The memory of the graphs is free again before memory is planned.
+    torch.cuda.empty_cache()
     return True
 
 

@@ -10,11 +10,17 @@ key changes. Without a GPU all calls are direct.
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+
+# Free bytes of a device below which memory that torch keeps for later tensors is freed before a capture:
+# during a capture torch cannot free it.
+_ROOM = 2 << 30
+_warms_up = ContextVar("warms_up", default=False)
 
 
 def free_memory() -> None:
@@ -22,6 +28,40 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def warms_up() -> bool:
+    """Returns whether this thread runs a step for what only its first call does, such as loading kernels.
+
+    The results are not used, so one of several equal parts is enough.
+    """
+    return _warms_up.get()
+
+
+def _make_room(device: torch.device) -> None:
+    """Frees memory that torch keeps for later tensors, if a capture might need it."""
+    free, total = torch.cuda.mem_get_info(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    if min(free, allowed - torch.cuda.memory_reserved(device)) < _ROOM:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+    """Captures the work inside the context.
+
+    ``torch.cuda.graph`` also waits for the device and frees all unused memory, which takes longer.
+    """
+    with torch.cuda.stream(stream):
+        # With several GPUs NCCL's watchdog thread queries events, which would invalidate a capture in the
+        # mode "global".
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @cache
@@ -49,8 +89,7 @@ def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
     held = _workspaces.setdefault(device, [])
     del held[1:]
     graph = torch.cuda.CUDAGraph()
-    pool = held[0].pool() if held else None
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with _recorded(graph, stream, held[0].pool() if held else None):
         torch.mm(operand, operand)
     held.append(graph)
 
@@ -172,7 +211,8 @@ class Captured:
     """Captures ``run`` as a CUDA graph and replays it in each call; without a GPU it calls ``run``.
 
     Args:
-        run: reads and writes tensors at fixed addresses, and never waits for the device.
+        run: reads and writes tensors at fixed addresses, and never waits for the device. It is first called
+            directly, where it may leave out work (:func:`warms_up`).
         device: the device that it runs on.
         pool: id of the memory pool of the graph; by default it has its own.
     """
@@ -183,19 +223,22 @@ class Captured:
         if device.type != "cuda":
             return
         self._graph = torch.cuda.CUDAGraph()
+        _make_room(device)
         with _captures(device) as side:
             self._capture(self._graph, side, pool)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, pool: Any) -> None:
         current = torch.cuda.current_stream(side.device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            # In the direct call everything is compiled, tuned and allocated.
-            self._run()
+        token = _warms_up.set(True)
+        try:
+            with torch.cuda.stream(side):
+                # In the direct call everything is compiled, tuned and allocated.
+                self._run()
+        finally:
+            _warms_up.reset(token)
         current.wait_stream(side)
-        # With several GPUs NCCL's watchdog thread queries events, which would invalidate a capture in the
-        # mode "global".
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with _recorded(graph, side, pool):
             self._run()
 
     def __call__(self) -> None:
