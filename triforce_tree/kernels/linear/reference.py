@@ -18,7 +18,8 @@ GROUP = 128
 # Clipping ratios to try for each group of 4-bit codes. Clipping the extreme value gives the others finer
 # steps.
 _CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-_CHUNK = 512
+# Elements that are quantised together: on a GPU the host takes longer to launch smaller parts.
+_TOGETHER = 1 << 24
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +56,8 @@ def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         int16 words ``[N, 128 * blocks]``, and scales: fp32 ``[N]`` for 8 bits, bf16 ``[blocks, N, 4]`` for 4
         bits (one scale for each plane of a block).
     """
-    parts = [_quantise_rows(rows.float(), bits) for rows in weight.detach().split(_CHUNK)]
+    rows = max(1, _TOGETHER // weight.shape[1])
+    parts = [_quantise_rows(part.float(), bits) for part in weight.detach().split(rows)]
     words = torch.cat([words for words, _ in parts])
     if bits == 8:
         return words, torch.cat([scales for _, scales in parts])
