@@ -46,6 +46,21 @@ def test_levels_decode_the_same_greedy_text(options: dict[str, Any]) -> None:
     assert others == [plain, plain]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"levels": 2}, {"levels": 1}], ids=str)
+def test_stages_that_are_made_beside_a_long_prompt(options: dict[str, Any], temperature: float) -> None:
+    """The text is that of an engine whose stages are there already, which has read another text meanwhile."""
+    engine, text = pair_on(DEVICE, torch.bfloat16, **options), long_text()
+    prompt, other = text[:20_000], text[1:20_001]
+    assert prompt[0] != other[0]
+    found = [
+        engine.generate([ids], max_new_tokens=100, temperature=temperature, seed=5).sequences.tolist()
+        for ids in (prompt, other, prompt)
+    ]
+    assert found[2] == found[0]
+    assert found[1] != found[0]
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(
     "options",

@@ -15,7 +15,7 @@ from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.stage_costs import known_costs
 from triforce_tree.decoding.chunked_prefill import ChunkedPrefill
 from triforce_tree.decoding.out_of_memory import give_way
-from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.program import DecodingProgram, exhaust
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.drafters.with_lookup import LONGEST
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
@@ -174,6 +174,7 @@ class DecodingLoop:
         nothing: ByIndex = [None] * program.batch
         loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress)
         loop._make_program()
+        exhaust(loop._preparation)
         return loop
 
     @property
@@ -328,22 +329,31 @@ class DecodingLoop:
     # Programs: the first one, and those after it
 
     def _make_program(self) -> None:
-        """Makes a program for the batch, and its random draws."""
+        """Makes a program for the batch, and its random draws; :attr:`_preparation` remains to be done."""
         known = [sequence for sequence in self.sequences if sequence is not None]
         program = self._programs.make([[0] if s is None else s.tokens for s in self.sequences])
         noise = program.use_seeds() if self._by_position else program.seeded
-        program.prepare(*self._sampling(), masked=self._masks_tokens)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
-        # Unknown costs are measured on made-up sequences, so this comes before the prefill.
         longest = max((len(sequence.tokens) for sequence in known), default=1)
         new = max((sequence.left for sequence in known), default=math.inf)
-        self._costs = known_costs(program, self._to_probs, longest, new)
+        self._preparation = self._prepared(program, longest, new)
         count = program.batch if self._repeatable else 1
         self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
         self._clock, self._after_plain = StageClock(program.device), False
         self.program, self._made, self._attempts = program, True, self._attempts + 1
+
+    def _prepared(self, program: DecodingProgram, longest: int, new: float) -> Iterator[None]:
+        """Does everything before the first pass that needs no prompt, in parts.
+
+        Args:
+            longest: tokens of the longest prompt.
+            new: most new tokens of a sequence.
+        """
+        yield from program.preparation(*self._sampling(), masked=self._masks_tokens)
+        # Unknown costs are measured on made-up sequences, so a prefill ends after this.
+        self._costs = known_costs(program, self._to_probs, longest, new)
 
     def _drop_program(self) -> None:
         """Drops the program and keeps its statistics."""
@@ -422,10 +432,14 @@ class DecodingLoop:
         """Prefills all tokens so far on every level, of a new program if there is none."""
         if not self._made:
             self._make_program()
+            if not self.program.prepares_beside(max(map(len, self._texts()))):
+                exhaust(self._preparation)
         if self.program.cache.backend.reclaims:
             self._expect()
         start = time.perf_counter()
-        reused = self.program.prefill(self._texts(), self._progress, self._reuse, self._lengths)
+        reused = self.program.prefill(
+            self._texts(), self._progress, self._reuse, self._lengths, self._preparation
+        )
         for sequence in self.joining:
             assert sequence.index is not None
             sequence.reused = reused[sequence.index]

@@ -1,9 +1,10 @@
 """Runs the stages of decoding for one batch size, context length and configuration on fixed buffers."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -49,6 +50,8 @@ _MOST_PREPARED = 16
 # The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
 # for the plain pass and for chains, and the layers are compiled already.
 _SHARE = 0.5
+# Tokens of a prompt whose prefill takes a GPU as long as the host takes for a few stages.
+_LONG_PROMPT = 16_384
 # Tokens of a pass up to which on a GPU further ones cost next to nothing.
 _FEW_TOKENS = 64
 # The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
@@ -77,6 +80,12 @@ class PreparedStages:
     shapes: set[int]
     seconds: float
     costs: dict[int, KnownCosts] = field(default_factory=dict)
+
+
+def exhaust(parts: Iterator[None]) -> None:
+    """Does work that yields between its parts."""
+    for _ in parts:
+        pass
 
 
 def stage_name(name: str, shape: int) -> str:
@@ -226,17 +235,28 @@ class DecodingProgram:
     # Stages
 
     def prepare(self, *settings: ProbsFromLogits, masked: bool = False, running: bool = False) -> bool:
+        """Does all of :meth:`preparation`.
+
+        Returns:
+            whether the stages are other ones than before.
+        """
+        before = getattr(self, "selected", None)
+        exhaust(self.preparation(*settings, masked=masked, running=running))
+        return self.selected is not before
+
+    def preparation(
+        self, *settings: ProbsFromLogits, masked: bool = False, running: bool = False
+    ) -> Iterator[None]:
         """Selects the stages for the sampling options of a batch, and makes and captures them if there are
         none. Every sequence gets the first ones; see ``DeviceProbs.begin``.
+
+        It yields between parts of this work, where the cache may be prefilled.
 
         Args:
             masked: whether sequences may have grammars.
             running: whether sequences run, between two passes of which this is called; they go on afterwards.
                 Otherwise sequences must be prefilled or rewound afterwards, because the trial runs of a
                 capture use their buffers.
-
-        Returns:
-            whether the stages are other ones than before.
         """
         if masked and self.masks is None:
             self.masks = GrammarMasks(self.batch, self.target.vocab_size, self.device)
@@ -256,23 +276,21 @@ class DecodingProgram:
                     free_memory()
             sizes = self.batch, self.target.vocab_size, self.device
             to_probs = DeviceProbs(settings, *sizes, self.noise, self.masks if masked else None)
-            found = self._new_stages(to_probs, running)
+            found = yield from self._new_stages(to_probs, running)
             self.capture_seconds += found.seconds
-        others = getattr(self, "selected", None) is not found
         self.selected = self.prepared[key] = found
         if not running:
             for index in range(self.batch):
                 found.to_probs.begin(index, settings[0])
             if self.seeded is not None:
                 self.seeded.clear()
-        return others
 
     @property
     def masked(self) -> bool:
         """Returns whether sequences may have grammars."""
         return self.selected.to_probs.masked
 
-    def _new_stages(self, to_probs: DeviceProbs, running: bool) -> PreparedStages:
+    def _new_stages(self, to_probs: DeviceProbs, running: bool) -> Generator[None, None, PreparedStages]:
         """Returns the stages for one kind of sampling, with trees of the first shape.
 
         On a GPU they are captured: on the sequences that run, or on made-up sequences of the greatest length,
@@ -287,11 +305,15 @@ class DecodingProgram:
         if device.type != "cuda":
             runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
             return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
-        with self._unchanged() if running else self.trial(self.max_seq_len - 1) as begin:
+        around = self._unchanged if running else partial(self.trial, self.max_seq_len - 1)
+        with around() as begin:
             self._compile(stages, begin)
-            progress = StageProgress(len(stages))
-            for name, stage in stages.items():
-                progress.next(name)
+        progress, seconds = StageProgress(len(stages)), time.perf_counter() - start
+        for name, stage in stages.items():
+            yield
+            start = time.perf_counter()
+            progress.next(name)
+            with around() as begin:
                 begin(False)
                 steps = stage.steps()
                 runs[name] = executed_parts(steps, device, self.graph_memory)
@@ -300,9 +322,18 @@ class DecodingProgram:
                     for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
                         for part in runs[name]:
                             part()
-        seconds = time.perf_counter() - start
+            seconds += time.perf_counter() - start
         _longest[device] = max(seconds, _longest.get(device, 0.0))
         return PreparedStages(to_probs, stages, runs, {0}, seconds)
+
+    def prepares_beside(self, tokens: int) -> bool:
+        """Returns whether stages are made while a device computes a prompt: if that takes it seconds, and if
+        a prefill and trial runs write nothing in common.
+        """
+        backend = self.cache.backend
+        apart = not (backend.transfers or backend.pool_slots or self.states or self.state.features)
+        alone = distributed.current() is None and not self.config.exact
+        return self.makes_slowly and apart and alone and tokens > _LONG_PROMPT
 
     def _compile(self, stages: dict[str, Stage], begin: Callable[[bool], None]) -> None:
         """Compiles the kernels of the steps that become one graph.
@@ -471,6 +502,7 @@ class DecodingProgram:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         lengths: Sequence[int] = (),
+        preparation: Iterator[None] | None = None,
     ) -> list[int]:
         """Prefills every level with all but each prompt's last token, which is the first root.
 
@@ -480,6 +512,8 @@ class DecodingProgram:
         Args:
             lengths: tokens of the texts by which rotary frequencies are chosen, also for prompts that are
                 placed later; by default those of the prompts.
+            preparation: the rest of a :meth:`preparation`, whose parts are done while the device computes the
+                chunks of the prompts.
 
         Returns:
             how many tokens of each prompt were reused.
@@ -489,8 +523,18 @@ class DecodingProgram:
         """
         self._check(prompts)
         self._choose_frequencies(prompts, lengths)
+        parts = preparation or iter(())
+        # Trial runs clear slots that were never written; a prompt must not be in these yet.
+        next(parts, None)
+
+        def launched(tokens: int) -> None:
+            if progress is not None:
+                progress(tokens)
+            next(parts, None)
+
         try:
-            reused = self.cache.prefill(prompts, progress, reuse, self.state.features)
+            reused = self.cache.prefill(prompts, launched, reuse, self.state.features)
+            exhaust(parts)
             self._start(prompts)
             if self.drafter is not None:
                 self.drafter.start(prompts)

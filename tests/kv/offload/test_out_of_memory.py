@@ -30,7 +30,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[i
 
 @pytest.mark.parametrize(
     ("place", "times"),
-    [("__init__", {1}), ("prepare", {1, 2}), ("prefill", {1}), ("committed", {3}), ("run", {5, 60})],
+    [("__init__", {1}), ("preparation", {1, 2}), ("prefill", {1}), ("committed", {3}), ("run", {5, 60})],
 )
 def test_a_smaller_plan_follows_memory_that_runs_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, times: set[int]
