@@ -5,7 +5,7 @@ inside the decoder layers are replaced, in copies of few bits fused experts and 
 norms are the original's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ class FewRowLinear(nn.Module):
             return linear(x, self.weight, self.bias, self.counters)
         return nn.functional.linear(x, self.weight, self.bias)
 
+    @staticmethod
+    def together(x: Tensor, layers: Sequence[Any]) -> Tensor:
+        """Returns the outputs of layers like this one for the same few rows, concatenated."""
+        from triforce_tree.kernels.linear.launch import linears
+
+        return linears(x, [each.weight for each in layers], [], *biases_and_counters(layers), 16)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
@@ -103,6 +110,14 @@ class LowBitLinear(nn.Module):
         weight = reference.dequantise(self.words, self.scales, self.bits, self.in_features, x.dtype)
         return nn.functional.linear(x, weight, self.bias)
 
+    @staticmethod
+    def together(x: Tensor, layers: Sequence[Any]) -> Tensor:
+        """Returns the outputs of layers like this one for the same few rows, concatenated."""
+        from triforce_tree.kernels.linear.launch import linears
+
+        words, scales = [each.words for each in layers], [each.scales for each in layers]
+        return linears(x, words, scales, *biases_and_counters(layers), layers[0].bits)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
@@ -129,6 +144,12 @@ class LowBitHead(LowBitLinear):
 
 
 FewRow = FewRowLinear | LowBitLinear
+
+
+def biases_and_counters(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the biases of layers, none if they have none, and their counters, as kernels take them."""
+    biases = [each.bias for each in layers if each.bias is not None]
+    return biases, [each.counters for each in layers]
 
 
 def with_linears(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.ahead import compiles_only
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import use_our_attention
-from triforce_tree.models.exact.device import exact_copy
+from triforce_tree.models.exact.device import exact_linears_copy, use_exact_norms
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
@@ -210,14 +210,16 @@ def step_model(
     if on_gpu and not waits and model.capturable is None:
         model.capturable = captures(model, replaced)
     if exact:
-        clone = exact_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
+        clone = exact_linears_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
     else:
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not (_streams_experts(model) or model.indexed)
     compiled = compiled and model.capturable is not False
-    by_kernels = compiled and not exact and _by_kernels(clone, model)
+    by_kernels = compiled and _by_kernels(clone, model)
+    if exact and on_gpu:
+        use_exact_norms(clone)
     step = _step(clone, model, compiled and not by_kernels, features, exact)
     step.by_kernels = by_kernels and not features
     step.capturable = not waits and model.capturable is not False

@@ -6,13 +6,26 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tests.support.kernels import triton_ops
 from tests.support.models.families import tiny
-from triforce_tree.models.exact.device import ExactLayerNorm, ExactLinear, ExactNorm, exact_copy
+from triforce_tree.models.exact.device import (
+    ExactLayerNorm,
+    ExactLinear,
+    ExactNorm,
+    exact_linears_copy,
+    use_exact_norms,
+)
 from triforce_tree.models.fused_linears import fuse_linears
 from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.models.step_model import StepModel
+
+
+def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
+    clone = exact_linears_copy(model)
+    use_exact_norms(clone)
+    return clone
 
 
 @pytest.mark.parametrize(

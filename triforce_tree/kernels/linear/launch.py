@@ -50,6 +50,13 @@ def pinned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tens
     return _linear(x, weight, None, bias, counters, 16, _EXACT)
 
 
+def pinned_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], counters: Sequence[Tensor]
+) -> Tensor:
+    """Computes :func:`linears` of 16 bits with one order of sums, as :func:`pinned_linear` does."""
+    return _linears(x, weights, [], biases, counters, 16, _EXACT)
+
+
 def low_bit_linear(
     x: Tensor,
     words: Tensor,

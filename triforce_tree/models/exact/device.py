@@ -1,11 +1,13 @@
 """A copy of a model on a GPU such that a row's bits do not depend on the rows beside it.
 
 Linear layers, the head too, go through our kernel with one order of sums for every number of rows, and norms
-through one that gives each row to one program. Elementwise operations do not depend on the shape;
-compiled layers round between them as uncompiled ones do (``fused_linears.fused_exactly``).
+through one that gives each row to one program. Elementwise operations do not depend on the shape; compiled
+layers round between them as uncompiled ones do (``fused_linears.fused_exactly``), and so do our kernels.
 """
 
 import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS, row_layer_norm, row_rms_norm
-from triforce_tree.models.few_row import FewRowLinear, with_linears
+from triforce_tree.models.few_row import FewRowLinear, biases_and_counters, with_linears
 from triforce_tree.models.host.linears import is_plain_linear
 from triforce_tree.models.model_copy import hooked
 
@@ -27,26 +29,39 @@ _TRIED_ROWS = 3
 class ExactLinear(FewRowLinear):
     """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows: in parts, with one order of sums."""
 
+    def few(self, x: Tensor) -> bool:
+        return True
+
     def forward(self, x: Tensor) -> Tensor:
         from triforce_tree.kernels.linear.launch import pinned_linear
 
-        if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
-            # The input is passed unchanged, so that layers of the same input are fused into one launch.
-            return pinned_linear(x, self.weight, self.bias, self.counters)
-        rows = x.reshape(-1, x.shape[-1]).split(MOST_PLAIN_ROWS)
-        parts = [pinned_linear(part, self.weight, self.bias, self.counters) for part in rows]
-        return torch.cat(parts).view(*x.shape[:-1], self.out_features)
+        return _in_parts(x, lambda part: pinned_linear(part, self.weight, self.bias, self.counters))
+
+    @staticmethod
+    def together(x: Tensor, layers: Sequence[Any]) -> Tensor:
+        from triforce_tree.kernels.linear.launch import pinned_linears
+
+        weights, others = [each.weight for each in layers], biases_and_counters(layers)
+        return _in_parts(x, lambda part: pinned_linears(part, weights, *others))
 
 
-def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns an exact copy over the same weights. Modules that it cannot replace stay, and
-    ``verify.row_bits`` finds them.
+def _in_parts(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the products of all rows, of which ``multiply`` takes ``MOST_PLAIN_ROWS`` at a time."""
+    if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
+        # The input is passed unchanged, so that compiled layers of the same input are fused into one launch.
+        return multiply(x)
+    out = torch.cat([multiply(part) for part in x.reshape(-1, x.shape[-1]).split(MOST_PLAIN_ROWS)])
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def exact_linears_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy over the same weights with exact linear layers and an exact head. Modules that it cannot
+    replace stay, and ``verify.row_bits`` finds them.
     """
     clone = with_linears(model, ExactLinear)
     head = clone.get_output_embeddings()
     if isinstance(head, nn.Linear) and is_plain_linear(head) and not hooked(head):
         clone.set_output_embeddings(ExactLinear(head))
-    use_exact_norms(clone)
     return clone
 
 

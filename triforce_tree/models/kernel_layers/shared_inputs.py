@@ -55,20 +55,11 @@ class _Shared:
         if at == 0:
             self._input = x if self._group[0].few(x) else None
             if self._input is not None:
-                self._outs = self._together(x)
+                outs = self._group[0].together(x, self._group)
+                self._outs = torch.split(outs, [each.out_features for each in self._group], -1)
         if x is not self._input:
             return alone(x)  # type: ignore[no-any-return]
         out = self._outs[at]
         if at == len(self._group) - 1:
             self._input, self._outs = None, ()
         return out
-
-    def _together(self, x: Tensor) -> Sequence[Tensor]:
-        from triforce_tree.kernels.linear.launch import linears
-
-        group, bits = self._group, self._group[0].bits
-        words = [each.weight if bits == 16 else each.words for each in group]
-        scales = [] if bits == 16 else [each.scales for each in group]
-        biases = [] if group[0].bias is None else [each.bias for each in group]
-        out = linears(x, words, scales, biases, [each.counters for each in group], bits)
-        return torch.split(out, [each.out_features for each in group], -1)
