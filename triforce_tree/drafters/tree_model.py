@@ -51,7 +51,7 @@ class TreeDrafter(Drafter):
         laid_out = [shape for shape in tree_shapes(config) if not shape.matched]
         self.shapes = config.shapes[: len(laid_out)]
         self.tree = self.shapes[0]
-        model = step_model(draft, compiled=draft.device.type == "cuda")
+        model = step_model(draft, compiled=draft.device.type == "cuda", drafts=True)
         self.model: Forwards = model if tokens is None else MappedModel(model, tokens)
         self.capturable = self.model.capturable
         deepest = max(shape.depth for shape in laid_out)

@@ -254,7 +254,11 @@ def low_bit_copy(
     clone = with_linears(model, make, lambda module: LowBitExperts(module, bits, before), with_hooks=True)
     if before is not None:
         return clone  # Beside streamed weights memory is short, and the head's bytes are few.
-    # Other devices have no kernel for it.
+    return with_low_bit_head(clone)
+
+
+def with_low_bit_head(clone: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy, on a GPU with a head of 8 bits for few rows. Other devices have no kernel for it."""
     return _with_head(clone, lambda head: LowBitHead(head) if head.weight.is_cuda else head)
 
 

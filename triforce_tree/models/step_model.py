@@ -28,6 +28,7 @@ from triforce_tree.models.few_row import (
     int8_copy,
     low_bit_copy,
     why_not_replaceable,
+    with_low_bit_head,
 )
 from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
@@ -186,7 +187,7 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def step_model(
-    model: HFModel, compiled: bool, features: Sequence[int] = (), exact: bool = False
+    model: HFModel, compiled: bool, features: Sequence[int] = (), exact: bool = False, drafts: bool = False
 ) -> StepModel:
     """Returns a model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
 
@@ -194,6 +195,7 @@ def step_model(
         compiled: see :class:`StepModel`.
         features: hidden states that are kept.
         exact: a row's bits do not depend on the rows beside it, see ``settings.check_exact``.
+        drafts: whether the model only proposes, so that its head may have 8 bits.
     """
     on_gpu = model.device.type == "cuda"
     if not (on_gpu or exact):
@@ -213,6 +215,8 @@ def step_model(
         clone = exact_linears_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
     else:
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
+        if drafts:
+            with_low_bit_head(clone)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not (_streams_experts(model) or model.indexed)

@@ -162,6 +162,9 @@ class Sizes:
             slots = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
             cache = slots * sum(shape.elements for shape in draft.kv_shapes) * draft.dtype.itemsize
             draft_bytes = tensor_bytes(draft.model) + cache
+            head = draft.model.get_output_embeddings()
+            if head is not None and draft.device.type == "cuda":
+                draft_bytes += head.weight.numel()  # its copy of 8 bits
         inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
         # Gemma 3n and others have one for each layer.
         inner = max(inner) if isinstance(inner, list | tuple) else inner
