@@ -8,7 +8,8 @@ Uses the embedded pair inflated to real shapes; ``pair`` is the pair itself. A p
 differ; after it they are other texts. The goal is none, ties of the two largest logits included, which are
 counted in the first prompts. The first prompts are decoded one by one, with and without ``exact``, for
 milliseconds a token; the goal is at most 10 % more. The others are decoded in batches with ``exact`` alone.
-Exit code 1 where a text parts, 3 where the time limit ended the run; the same command then goes on.
+Each length of the prompts is a part of the results file. Exit code 1 where a text parts, 3 where the time
+limit ended the run; the same command then goes on.
 """
 
 import sys
@@ -21,12 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
-from scripts.benchmarks.common.results import Record, header, open_records, write
+from scripts.benchmarks.common.results import Record, ResultsFile
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
-from triforce_tree.bench.results import Records, commit, hardware
+from triforce_tree.bench.results import commit, hardware
 from triforce_tree.bench.texts import evenly_spaced, pydoc_text, token_ids
 from triforce_tree.config import load_arguments
 from triforce_tree.runtime.executor import free_memory
@@ -48,12 +49,12 @@ class Comparison:
     """The prompts of one shape through engines that differ in levels and ``exact``, one engine at a time.
 
     Args:
-        records: what is measured already; more is added.
+        file: what is measured already; more is added.
         limit: after which no further generation is begun.
     """
 
-    def __init__(self, shape: str, args: Any, records: Records, limit: TimeLimit) -> None:
-        self.shape, self.args, self.records, self.limit = shape, args, records, limit
+    def __init__(self, shape: str, args: Any, file: ResultsFile, limit: TimeLimit) -> None:
+        self.shape, self.args, self.file, self.limit = shape, args, file, limit
         self.modes = [Mode(levels, exact) for exact in (True, False) for levels in (1, *args.levels)]
         self.count = -(-args.tokens // args.new)
         self._options: dict[str, Any] = {"prefix_cache": False}
@@ -101,13 +102,13 @@ class Comparison:
                 logits = engine.generate(prompts, output_logits=True, **how).logits
                 top = torch.stack([step[row].topk(2).values for step in logits])
                 record["ties"] = int((top[:, 0] == top[:, 1]).sum())
-            self.records.add(record)
+            self.file.add(record)
 
     def _key(self, mode: Mode, number: int) -> Record:
         return {"shape": self.shape, "levels": mode.levels, "exact": mode.exact, "prompt": number}
 
     def _find(self, mode: Mode, number: int) -> Record | None:
-        return self.records.find(**self._key(mode, number))
+        return self.file.find(**self._key(mode, number))
 
     def _engine(self, mode: Mode) -> Engine:
         dtype, device = getattr(torch, self.args.dtype), torch.device(self.args.device)
@@ -147,25 +148,22 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
     settings |= {"commit": commit(), "machine": hardware()}
-    records = open_records(path.with_suffix(".samples.jsonl"), settings)
+    file = ResultsFile(path, f"{args.prompt}-tokens", settings, rows_of)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     complete = True
     with Progress(*columns) as progress:
         for shape in args.shapes:
-            comparison = Comparison(shape, args, records, limit)
+            comparison = Comparison(shape, args, file, limit)
             for mode in comparison.modes:
                 name = f"{shape}, levels={mode.levels}, exact={mode.exact}"
                 task = progress.add_task(name, total=len(list(comparison.jobs(mode))))
 
                 def done(task: Any = task) -> None:
                     progress.advance(task)
-                    rows = rows_of(records.all)
-                    write(path, header(args.seed) | {"settings": settings, "rows": rows})
 
                 complete = comparison.measure(mode, done) and complete
-    rows = rows_of(records.all)
-    print(*rows, sep="\n")
-    if any(row.get("partings") for row in rows):
+    print(*file.rows, sep="\n")
+    if any(row.get("partings") for row in file.rows):
         return 1
     return 0 if complete else 3
 

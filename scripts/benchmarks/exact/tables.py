@@ -8,7 +8,8 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 FILE = "bit_exact_h200.jsonl"
 COMMAND = "python -m scripts.benchmarks exact"
 COLUMNS: Columns = {
-    "model": "{shape}", "levels": "{levels}", "texts": "{prompts}", "tokens": "{tokens:,}",
+    "model": "{shape}", "prompt": "{prompt:,}", "levels": "{levels}", "texts": "{prompts}",
+    "tokens": "{tokens:,}",
     "**differences**": "?**{partings}**", "without `exact`": "?{partings_without_exact}", "ties": "?{ties}",
     "ms a token": "?{ms_exact:.2f}", "without `exact`, ms": "?{ms:.2f}", "ratio": "?{ratio:.2f}x",
 }  # fmt: skip
@@ -19,10 +20,11 @@ _NOTE = (
 )
 
 
-def rows_of(records: Sequence[Record]) -> list[Record]:
+def rows_of(part: str, header: Record, records: Sequence[Record]) -> list[Record]:
     """Returns a row for each shape and number of levels: what parted from plain decoding, and times.
 
     Args:
+        part, header: of the results file.
         records: each the ``tokens`` that one prompt got, by shape, levels, exact and prompt; ``ms`` a token
             where it was decoded alone, ``ties`` where they were counted.
     """
@@ -42,7 +44,9 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
         counted = [plain for _, plain in compared if "ties" in plain]
         parted = sum(a["tokens"] != b["tokens"] for a, b in beside)
         row: Record = {
+            "part": part,
             "shape": shape,
+            "prompt": header["settings"]["prompt"],
             "levels": levels,
             "prompts": len(compared),
             "tokens": sum(len(r["tokens"]) for r, _ in compared),
@@ -72,4 +76,4 @@ def _times(exact: Sequence[Record], inexact: Sequence[Record]) -> list[tuple[flo
     return [(ms_exact, ms, ms_exact / ms) for ms_exact, ms in both]
 
 
-TABLES = {"bit_exact": Table(FILE, listing(COLUMNS, caption=noted(_NOTE, FILE), left=2), COMMAND)}
+TABLES = {"bit_exact": Table(FILE, listing(COLUMNS, caption=noted(_NOTE, FILE), left=1), COMMAND)}
