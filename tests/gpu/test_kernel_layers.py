@@ -17,6 +17,7 @@ from transformers import (
 
 from tests.support.kernels.compilations import compiled
 from triforce_tree.kernels.ahead import compile_together
+from triforce_tree.models.exact.device import ExactLinear
 from triforce_tree.models.few_row import FewRowLinear, LowBitLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
@@ -111,6 +112,18 @@ def test_layers_of_one_input(bits: int, bias: bool) -> None:
     for each, wanted in zip(given, expected, strict=True):
         for layer, own, out in zip(layers, each, wanted, strict=True):
             torch.testing.assert_close(layer(own), out)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_exact_layers_of_one_input(bias: bool) -> None:
+    """A row has the same bits beside any number of other rows."""
+    module: Any = Projections(ExactLinear, bias)
+    share_inputs(module)
+    layers, x = (module.q_proj, module.k_proj, module.v_proj), torch.randn(150, 128, device=CUDA).bfloat16()
+    single = [[layer(row) for layer in layers] for row in x.split(1)]
+    for rows in (2, 16, 64, 65, 150):
+        for layer, alone in zip(layers, zip(*single[:rows], strict=True), strict=True):
+            assert torch.equal(layer(x[:rows]), torch.cat(alone))
 
 
 def test_layers_with_hooks_are_called_alone() -> None:
