@@ -95,11 +95,17 @@ PAGES = {
     )),
     "peers.md": Page("Other engines on the same model", "../benchmarks.md#beside-other-engines", (
         Section(
+            "Beside the fastest other engine on a GPU", "peers_gpu",
+            "Every engine read the same checkpoints, the embedded pair inflated to the named shapes. Ours "
+            "has default settings with the draft. Brackets hold the fastest and the slowest text.",
+        ),
+        Section(
             "Beside the fastest other engine on a CPU", "peers_cpu",
             "SmolLM2-135M was read from one GGUF file in Q4_1, and converted to other formats. Ours has "
             "default settings without a draft model, so it drafts by suffix matching. Below 1x the other "
             "engine, in the fastest of its modes that was tried, is faster.",
         ),
+        Section("Every engine and mode on a GPU", "peers_gpu_all"),
         Section("Every engine and mode on a CPU", "peers_cpu_all"),
     )),
     "several_cards.md": Page("One text on several cards", "../splitting.md#measure-again", (

@@ -4,11 +4,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing
+from scripts.benchmarks.common.markdown import Caption, Columns, Record, Table, file_note, listing
 
 FILE = "peers_{machine}.jsonl"
-CPU = FILE.format(machine="cpu")
+CPU, GPU = FILE.format(machine="cpu"), FILE.format(machine="h200")
 _COMMAND = "python -m scripts.benchmarks peers --models models --texts texts.json.xz"
+_GPU_COMMAND = "python -m scripts.benchmarks peers --target TARGET --draft DRAFT --engines ours vllm"
 OURS, DEFAULT, PLAIN = "ours", "default", "plain"
 _NAMES = {OURS: "this project"}
 
@@ -78,6 +79,14 @@ BESIDE: Columns = {
     "CPU ms a token: ours": "{cpu_ms_per_token:.1f}", "its": "{other[cpu_ms_per_token]:.1f}",
     "first token, s: ours": "{prefill_s:.2f}", "its, s": "{other[prefill_s]:.2f}",
 }  # fmt: skip
+BESIDE_GPU: Columns = {
+    "model": "{part}", "prompt, tokens": "{context:,}", "texts at once": "{batch}", "T": "{temperature:g}",
+    "ours, ms a token": _times, "ours, plain": "?{plain[ms_per_token]:.1f}",
+    "fastest other engine": "{name}", "its ms a token": "{other[ms_per_token]:.1f}",
+    "**our speed to its**": "**{ratio:.1f}x**",
+    "first token, s: ours": "{prefill_s:.2f}", "its, s": "{other[prefill_s]:.2f}",
+    "repeated 8-grams": "{repeated_8grams:pct}", "its": "{other[repeated_8grams]:pct}",
+}  # fmt: skip
 EVERY: Columns = {
     "engine, mode (weights)": _name, "bits": "{bits}", "prompt, tokens": "{context:,}",
     "T": "{temperature:g}", "batch": "{batch}", "ms a token": _times,
@@ -87,8 +96,17 @@ EVERY: Columns = {
 }  # fmt: skip
 
 
-def _caption(content: Record, rows: Sequence[Record], missing: bool) -> str:
-    """Returns machine, versions, and which engines are missing."""
+EVERY_GPU: Columns = {"model": "{part}"} | {
+    name: cell for name, cell in EVERY.items() if name not in ("bits", "CPU ms a token")
+}
+
+
+def _captioned(file: str, missing: bool) -> Caption:
+    """Returns a function that makes the caption: machine, versions, and which engines are missing."""
+    return lambda content, rows: _caption(file, content, rows, missing)
+
+
+def _caption(file: str, content: Record, rows: Sequence[Record], missing: bool) -> str:
     told = []
     for name in dict.fromkeys(row["part"] for row in rows):
         part = content["parts"][name]
@@ -98,7 +116,8 @@ def _caption(content: Record, rows: Sequence[Record], missing: bool) -> str:
                 versions |= row.get("versions", {})
         versions.pop("python", None)
         shown = ", ".join(f"{package} {version}" for package, version in sorted(versions.items()))
-        told.append(f"{name}: {part['hardware']}, {part['settings']['threads']} threads, {shown}.")
+        threads = f", {part['settings']['threads']} threads" if file == CPU else ""
+        told.append(f"{name}: {part['hardware']}{threads}, {shown}.")
         absent = [row for row in content["rows"] if row["part"] == name and "missing" in row]
         if missing and absent:
             told += [f"Not measured: {_name(row)}{_where(row)}, because {row['missing']}." for row in absent]
@@ -106,13 +125,17 @@ def _caption(content: Record, rows: Sequence[Record], missing: bool) -> str:
         f"{texts} at {context:,} tokens"
         for context, texts in dict.fromkeys((row["context"], row["texts"]) for row in rows)
     )
-    shares = [row["other_programs"] for row in content["rows"] if "missing" not in row]
     told.append(
         f"{rows[0]['new_tokens']} new tokens, medians over texts ({texts}); the first token comes after the "
-        "prompt was read, and ms a token is the time between it and the last one. Other programs used "
-        f"{statistics.median(shares):.0%} of the CPUs' time (median), at most {max(shares):.0%}."
+        "prompt was read, and ms a token is the time between it and the last one."
     )
-    return " ".join([*told, file_note(CPU, content["parts"])])
+    if file == CPU:
+        shares = [row["other_programs"] for row in content["rows"] if "missing" not in row]
+        told.append(
+            f"Other programs used {statistics.median(shares):.0%} of the CPUs' time (median), at most "
+            f"{max(shares):.0%}."
+        )
+    return " ".join([*told, file_note(file, content["parts"])])
 
 
 def _where(row: Record) -> str:
@@ -120,10 +143,8 @@ def _where(row: Record) -> str:
 
 
 TABLES = {
-    "peers_cpu": Table(
-        CPU, listing(BESIDE, beside, lambda content, rows: _caption(content, rows, False), left=0), _COMMAND
-    ),
-    "peers_cpu_all": Table(
-        CPU, listing(EVERY, medians, lambda content, rows: _caption(content, rows, True)), _COMMAND
-    ),
+    "peers_cpu": Table(CPU, listing(BESIDE, beside, _captioned(CPU, False), left=0), _COMMAND),
+    "peers_cpu_all": Table(CPU, listing(EVERY, medians, _captioned(CPU, True)), _COMMAND),
+    "peers_gpu": Table(GPU, listing(BESIDE_GPU, beside, _captioned(GPU, False)), _GPU_COMMAND),
+    "peers_gpu_all": Table(GPU, listing(EVERY_GPU, medians, _captioned(GPU, True), left=2), _GPU_COMMAND),
 }
