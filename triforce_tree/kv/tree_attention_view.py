@@ -71,6 +71,7 @@ class TreeAttentionView:
     capturable: bool | Cuts = True
     recurrent = None
     _page = 0  # of what most layers attend to
+    _repeats = True  # what a subclass adds to a layer's work is the same in each forward
 
     def __init__(
         self,
@@ -118,6 +119,14 @@ class TreeAttentionView:
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
         self._seen: Tensor | None = None
         self._layers: dict[int, _Layer] = {}
+
+    @property
+    def repeats(self) -> bool:
+        """Returns whether all forwards over as many tokens do the same work on the same buffers, as far as
+        Python sees it.
+        """
+        repeat = (getattr(each, "repeats", False) for each in self._attentions)
+        return self._repeats and self.capturable is True and not self._windows and all(repeat)
 
     def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
         """Returns the attention of layers with such heads, over ``self.lengths`` and ``self.mask``."""

@@ -36,6 +36,7 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.host.recorded_layers import RecordedLayers, recorded_layers
 from triforce_tree.models.indexers import NewKeys, attach_indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
 from triforce_tree.models.length_rope import LengthRope
@@ -44,6 +45,7 @@ from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.running_forward import Attend, IndexedPass, RecurrentPass, running, running_forward
 from triforce_tree.models.tensor_parallel import agreed_logits
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.executor import warms_up
 
@@ -79,9 +81,11 @@ class StepModel:
         hidden: by element of ``features``, ``[B, T, hidden_size]``.
         scales_queries: whether queries are scaled by their positions.
         by_kernels: whether our kernels compute the layers completely, none of whose states are kept.
+        recorded: stands for the layers on a CPU; None if it cannot.
     """
 
     by_kernels = False
+    recorded: RecordedLayers | None = None
 
     def __init__(
         self,
@@ -139,8 +143,11 @@ class StepModel:
             positions = positions.clamp_max(self._max_positions - 1)
         # Set once for all layers: once per layer would take a quarter of the host time.
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
-        few = self.by_kernels and (compiles_only() or warms_up())
-        layers = self.one_of_each() if few else nullcontext()
+        layers: AbstractContextManager[None] = nullcontext()
+        if self.by_kernels and (compiles_only() or warms_up()):
+            layers = self.one_of_each()
+        elif self.recorded is not None:
+            layers = self.recorded.instead(tokens.numel())
         with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit(), layers:
             out = self.model(
                 input_ids=tokens,
@@ -272,6 +279,8 @@ def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) 
     if linears and not step.scales_queries:
         layers = listed_layers(clone) or nn.ModuleList()
         use_fused_decoder_layers(layers, linears, fused_modules)
+        if isinstance(layers, nn.ModuleList) and distributed.world_size() == 1:
+            step.recorded = recorded_layers(layers)
     return step
 
 

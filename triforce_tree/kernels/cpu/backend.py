@@ -4,7 +4,7 @@ A call reads lengths and masks at once, and may have fewer queries of each seque
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -64,9 +64,15 @@ class CpuBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _Trees:
-    """Attention with a plan from ``plan_trees``."""
+    """Attention with a plan from ``plan_trees``.
+
+    Attributes:
+        repeats: whether all calls of :meth:`run` do the same work on the same buffers, as far as Python sees
+            it.
+    """
 
     plan: Plan
+    repeats: ClassVar[bool] = True
 
     def over(self, plan: Plan) -> Self:
         return replace(self, plan=plan)

@@ -49,6 +49,8 @@ class OffloadedView(TreeAttentionView):
         queries, mask, depths: as for ``TreeAttentionView``.
     """
 
+    _repeats = False
+
     def __init__(
         self,
         cache: OffloadedCache,

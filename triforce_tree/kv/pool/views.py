@@ -25,6 +25,7 @@ class PooledView(TreeAttentionView):
     """
 
     store: PooledStore
+    _repeats = False
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class PooledRetrievalView(PagedRetrievalView):
     """
 
     store: PooledStore
+    _repeats = False
 
     def __init__(
         self,

@@ -23,3 +23,4 @@ enum { MOST_GATED = 64 }; /* most rows of ``gated`` */
 #include "../step/select.h"
 #include "../step/slots.h"
 #include "../step/traversal.h"
+#include "replay.h"

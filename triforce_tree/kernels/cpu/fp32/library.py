@@ -1,16 +1,20 @@
 """The compiled library of ``fp32.c``.
 
 Its functions take the address of a C struct. The module ``struct`` packs its bytes in 1 us, where a
-``ctypes.Structure`` takes 5 us.
+``ctypes.Structure`` takes 5 us. The calls of a thread can be noted and repeated by one call (:class:`Calls`).
 """
 
 import ctypes
 import logging
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -33,6 +37,7 @@ _HEADERS = [
         "decoder.h",
         "noise.h",
         "prefill.h",
+        "replay.h",
     )
 ]
 _CPU = _SOURCE.parents[1]
@@ -45,13 +50,88 @@ _FUNCTIONS = (
 )  # fmt: skip
 # These functions return the bytes of workspace that they need.
 _WITH_WORK = (
-    "attention", "exact_attention", "move_kv", "prefill_attention", "select_chunks", "traverse_tree",
+    "attention", "exact_attention", "move_kv", "prefill_attention", "replay", "select_chunks",
+    "traverse_tree",
 )  # fmt: skip
+_REPLAY = struct.Struct("4q")
+
+
+@dataclass
+class Noted:
+    """Calls of functions with the bytes of their structs, and the workspaces that they had."""
+
+    calls: "list[tuple[Function, bytes]]" = field(default_factory=list)
+    work: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Noting(threading.local):
+    """Where a thread notes its calls; None if it notes none."""
+
+    now: Noted | None = None
+
+
+_noting = _Noting()
+
+
+class Function:
+    """A function of the library.
+
+    Args:
+        own: the C function.
+        with_work: whether it returns the bytes of workspace that it needs, and 0 after computing its result.
+    """
+
+    def __init__(self, own: Any, with_work: bool) -> None:
+        own.argtypes, own.restype = [ctypes.c_char_p], ctypes.c_int64 if with_work else None
+        self.own, self.with_work = own, with_work
+
+    def __call__(self, request: bytes) -> int:
+        """Calls it with the bytes of its struct; returns the bytes of workspace that it lacks."""
+        needed: int = self.own(request) or 0
+        if _noting.now is not None and not needed:
+            _noting.now.calls.append((self, request))
+        return needed
+
+
+class Calls:
+    """Noted calls, which one call repeats. The tensors that they read and write must stay.
+
+    Args:
+        replay: the C function.
+    """
+
+    def __init__(self, replay: Function, noted: Noted) -> None:
+        calls = noted.calls
+        functions = (ctypes.c_void_p * len(calls))(
+            *(ctypes.cast(function.own, ctypes.c_void_p).value for function, _ in calls)
+        )
+        requests = (ctypes.c_char_p * len(calls))(*(request for _, request in calls))
+        with_work = bytes(function.with_work for function, _ in calls)
+        self._held = functions, requests, with_work, noted
+        at = ctypes.cast(ctypes.c_char_p(with_work), ctypes.c_void_p).value
+        self._request = _REPLAY.pack(len(calls), ctypes.addressof(functions), ctypes.addressof(requests), at)
+        self._replay = replay
+
+    def repeat(self) -> bool:
+        """Makes the calls; returns False if one of them lacked workspace, which ends them."""
+        return self._replay(self._request) == 0
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """Yields what gets the calls of this thread inside the context."""
+    before, _noting.now = _noting.now, Noted()
+    try:
+        yield _noting.now
+    finally:
+        _noting.now = before
 
 
 @cache
-def library(way: str | None = None) -> ctypes.CDLL | None:
-    """Returns the library, compiled at the first call, or None with a warning if that fails.
+def library(way: str | None = None) -> SimpleNamespace | None:
+    """Returns the functions of the library by name; None, with a warning, if it cannot be compiled.
+
+    It is compiled at the first call.
 
     Args:
         way: instruction set, one of ``cpu_attention.fp32_instructions``; None for the fastest.
@@ -65,14 +145,11 @@ def library(way: str | None = None) -> ctypes.CDLL | None:
     except OSError as error:
         _LOG.warning("the C kernels for fp32 on the CPU are not used: %s", error)
         return None
-    for name in _FUNCTIONS:
-        getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], None
-    for name in _WITH_WORK:
-        getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], ctypes.c_int64
-    return loaded
+    names = *((name, False) for name in _FUNCTIONS), *((name, True) for name in _WITH_WORK)
+    return SimpleNamespace(**{name: Function(getattr(loaded, name), work) for name, work in names})
 
 
-def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+def usable(*tensors: torch.Tensor) -> SimpleNamespace | None:
     """Returns the library if these are fp32 tensors in host memory with a dense last dimension, else None."""
     for x in tensors:
         if x.dtype is not torch.float32 or not x.is_cpu or x.stride(-1) != 1:
@@ -96,9 +173,7 @@ class _Work(threading.local):
 _work = _Work()
 
 
-def run_with_work(
-    function: Callable[[bytes], int], request: struct.Struct, fields: tuple[int | float, ...]
-) -> None:
+def run_with_work(function: Function, request: struct.Struct, fields: tuple[int | float, ...]) -> None:
     """Calls a C function with workspace, and again with more if it returns a number of bytes that it needs.
 
     Args:
@@ -109,3 +184,6 @@ def run_with_work(
     while needed := function(request.pack(work.data_ptr(), work.numel(), *fields)):
         # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost nothing.
         work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device="cpu")
+    if _noting.now is not None:
+        # Calls that need more will replace the buffer.
+        _noting.now.work.append(work)
