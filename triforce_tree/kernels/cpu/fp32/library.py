@@ -58,10 +58,16 @@ _REPLAY = struct.Struct("4q")
 
 @dataclass
 class Noted:
-    """Calls of functions with the bytes of their structs, and the workspaces that they had."""
+    """Calls of functions with the bytes of their structs, and the workspaces of these calls alone: another
+    thread may repeat them.
+    """
 
     calls: "list[tuple[Function, bytes]]" = field(default_factory=list)
-    work: list[torch.Tensor] = field(default_factory=list)
+    work: list[torch.Tensor] = field(default_factory=lambda: [_nothing()])
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Noting(threading.local):
@@ -167,7 +173,7 @@ def page_table(table: torch.Tensor | None) -> tuple[int, int, int]:
 class _Work(threading.local):
     """Workspace for the calls of one thread."""
 
-    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    buffer = _nothing()
 
 
 _work = _Work()
@@ -180,10 +186,12 @@ def run_with_work(function: Function, request: struct.Struct, fields: tuple[int 
         function: returns 0 after computing its result.
         request: struct of the address and bytes of the workspace, and ``fields``.
     """
-    work = _work.buffer
+    noting = _noting.now
+    work = _work.buffer if noting is None else noting.work[-1]
     while needed := function(request.pack(work.data_ptr(), work.numel(), *fields)):
         # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost nothing.
-        work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device="cpu")
-    if _noting.now is not None:
-        # Calls that need more will replace the buffer.
-        _noting.now.work.append(work)
+        work = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8, device="cpu")
+        if noting is None:
+            _work.buffer = work
+        else:
+            noting.work.append(work)
