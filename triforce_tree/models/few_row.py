@@ -259,7 +259,7 @@ def low_bit_copy(
 
 def with_low_bit_head(clone: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy, on a GPU with a head of 8 bits for few rows. Other devices have no kernel for it."""
-    return _with_head(clone, lambda head: LowBitHead(head) if head.weight.is_cuda else head)
+    return with_head(clone, lambda head: LowBitHead(head) if head.weight.is_cuda else head)
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
@@ -318,10 +318,10 @@ def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     check_low_bits(model, 8)
     clone = with_linears(model, Int8Linear, lambda module: LowBitExperts(module, 8), with_hooks=True)
-    return _with_head(clone, Int8Linear)
+    return with_head(clone, Int8Linear)
 
 
-def _with_head(clone: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+def with_head(clone: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
     """Returns the copy with another head, if its head is a plain linear layer without hooks."""
     head: Any = clone.get_output_embeddings()
     if head is not None and is_plain_linear(head) and not hooked(head):

@@ -5,7 +5,8 @@ Copies have new module objects, so the user's model is never changed.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
@@ -56,6 +57,17 @@ def listed_layers(model: PreTrainedModel) -> nn.ModuleList | None:
         return decoder_layers(model)
     except ValueError:
         return None
+
+
+@contextmanager
+def other_layers(layers: nn.ModuleList, others: dict[str, nn.Module]) -> Iterator[None]:
+    """Is a context in which a list of layers has other members."""
+    every = layers._modules
+    layers._modules = others
+    try:
+        yield
+    finally:
+        layers._modules = every
 
 
 def _indexed(layer: nn.Module) -> bool:

@@ -5,8 +5,8 @@ layers and compiled layers belong to the clone; the user's object is never chang
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -40,7 +40,13 @@ from triforce_tree.models.host.recorded_layers import RecordedLayers, recorded_l
 from triforce_tree.models.indexers import NewKeys, attach_indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
+from triforce_tree.models.model_copy import (
+    decoder_layers,
+    listed_layers,
+    other_layers,
+    shallow_copy,
+    with_own_code,
+)
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.running_forward import Attend, IndexedPass, RecurrentPass, running, running_forward
@@ -146,8 +152,8 @@ class StepModel:
         layers: AbstractContextManager[None] = nullcontext()
         if self.by_kernels and (compiles_only() or warms_up()):
             layers = self.one_of_each()
-        elif self.recorded is not None:
-            layers = self.recorded.instead(tokens.numel())
+        elif self.recorded is not None and tokens.numel() <= self.recorded.most_rows:
+            layers = self.recorded.instead()
         with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit(), layers:
             out = self.model(
                 input_ids=tokens,
@@ -162,21 +168,15 @@ class StepModel:
         logits: Tensor = out.logits[:, -last:]
         return agreed_logits(self.model, logits.contiguous())
 
-    @contextmanager
-    def one_of_each(self) -> Iterator[None]:
-        """Is a context in which the model has only the first one of its layers that are alike: all of them
-        launch the same kernels.
+    def one_of_each(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has only the first one of its layers that are alike: all of
+        them launch the same kernels.
         """
         layers = decoder_layers(self.model)
-        every = layers._modules
         if self._firsts is None:
-            kinds = {_kind(layer): name for name, layer in reversed(every.items())}
+            kinds = {_kind(layer): name for name, layer in reversed(layers._modules.items())}
             self._firsts = {name: layer for name, layer in layers.named_children() if name in kinds.values()}
-        layers._modules = self._firsts
-        try:
-            yield
-        finally:
-            layers._modules = every
+        return other_layers(layers, self._firsts)
 
 
 def _kind(layer: nn.Module) -> Hashable:
@@ -279,7 +279,7 @@ def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) 
     if linears and not step.scales_queries:
         layers = listed_layers(clone) or nn.ModuleList()
         use_fused_decoder_layers(layers, linears, fused_modules)
-        if isinstance(layers, nn.ModuleList) and distributed.world_size() == 1:
+        if distributed.world_size() == 1:
             step.recorded = recorded_layers(layers)
     return step
 

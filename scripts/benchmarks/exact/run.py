@@ -14,6 +14,7 @@ limit ended the run; the same command then goes on.
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,11 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for mode in comparison.modes:
                 name = f"{shape}, levels={mode.levels}, exact={mode.exact}"
                 task = progress.add_task(name, total=len(list(comparison.jobs(mode))))
-
-                def done(task: Any = task) -> None:
-                    progress.advance(task)
-
-                complete = comparison.measure(mode, done) and complete
+                complete = comparison.measure(mode, partial(progress.advance, task)) and complete
     print(*file.rows, sep="\n")
     if any(row.get("partings") for row in file.rows):
         return 1

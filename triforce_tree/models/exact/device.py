@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS, row_layer_norm, row_rms_norm
-from triforce_tree.models.few_row import FewRowLinear, biases_and_counters, with_linears
-from triforce_tree.models.host.linears import is_plain_linear
+from triforce_tree.models.few_row import FewRowLinear, biases_and_counters, with_head, with_linears
 from triforce_tree.models.model_copy import hooked
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -58,11 +57,7 @@ def exact_linears_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy over the same weights with exact linear layers and an exact head. Modules that it cannot
     replace stay, and ``verify.row_bits`` finds them.
     """
-    clone = with_linears(model, ExactLinear)
-    head = clone.get_output_embeddings()
-    if isinstance(head, nn.Linear) and is_plain_linear(head) and not hooked(head):
-        clone.set_output_embeddings(ExactLinear(head))
-    return clone
+    return with_head(with_linears(model, ExactLinear), ExactLinear)
 
 
 class ExactNorm(nn.Module):

@@ -5,8 +5,8 @@ calls of a forward are noted, with buffers that stay, and later forwards of the 
 CUDA graph does on a GPU.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce_tree.kernels.cpu.fp32.library import Calls, library, noted
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS
-from triforce_tree.models.model_copy import hooked
+from triforce_tree.models.model_copy import hooked, other_layers
 from triforce_tree.models.running_forward import running
 
 # Forwards of a shape before their calls are noted, which takes as long as several forwards.
@@ -36,13 +36,13 @@ class _Watched(TorchDispatchMode):
     Nothing of a layer is used after the layer that follows it.
 
     Attributes:
-        other: the name of an operation of torch that computes; None if there was none.
+        computes: whether an operation of torch has computed something.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory: dict[Hashable, Tensor] = {}
-        self.other: str | None = None
+        self.computes = False
         self._layer = self._count = 0
 
     def next_layer(self) -> None:
@@ -53,8 +53,7 @@ class _Watched(TorchDispatchMode):
         if func in _ALLOCATIONS:
             self._count += 1
             return self.memory.setdefault((self._layer, self._count, out.shape, out.stride(), out.dtype), out)
-        if not func.is_view:
-            self.other = str(func)
+        self.computes = self.computes or not func.is_view
         return out
 
 
@@ -87,7 +86,7 @@ class _Recording:
                 x = layer(x, position_embeddings=tuple(angles), **keywords)
         own = library()
         assert own is not None, "layers have been fused"
-        self.out, self.repeatable = x, watched.other is None
+        self.out, self.repeatable = x, not watched.computes
         self._calls, self._memory = Calls(own.replay, made), watched.memory
 
     def repeat(self, inputs: Sequence[Tensor]) -> bool:
@@ -107,8 +106,12 @@ class RecordedLayers(nn.Module):
 
     Args:
         layers: after ``use_fused_decoder_layers``.
+
+    Attributes:
+        most_rows: rows up to which the C library computes the layers.
     """
 
+    most_rows = MOST_ROWS
     each: tuple[nn.Module, ...]
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -125,17 +128,9 @@ class RecordedLayers(nn.Module):
         except AttributeError:
             return getattr(self.each[0], name)
 
-    @contextmanager
-    def instead(self, rows: int) -> Iterator[None]:
-        """Is a context in which the model calls this instead of its layers, if it computes few rows."""
-        [layers] = self._list
-        every = layers._modules
-        if rows <= MOST_ROWS:
-            layers._modules = {"0": self}
-        try:
-            yield
-        finally:
-            layers._modules = every
+    def instead(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model calls this instead of its layers."""
+        return other_layers(*self._list, {"0": self})
 
     def forward(
         self,

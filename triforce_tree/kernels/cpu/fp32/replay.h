@@ -7,14 +7,17 @@ typedef struct {
     const char *with_work;                         /* [count] */
 } ReplayRequest;
 
-/* Returns 0, or the number of the first call that needs more workspace; it and later ones have not been made. */
+/* Returns 0, or the bytes of workspace that a call needs; it and later ones have not been made. */
 int64_t replay(const void *argument) {
     const ReplayRequest *request = argument;
     for (int64_t i = 0; i < request->count; i++) {
-        if (!request->with_work[i])
+        int64_t needed = 0;
+        if (request->with_work[i])
+            needed = ((int64_t (*)(const void *))request->functions[i])(request->requests[i]);
+        else
             request->functions[i](request->requests[i]);
-        else if (((int64_t (*)(const void *))request->functions[i])(request->requests[i]))
-            return i + 1;
+        if (needed)
+            return needed;
     }
     return 0;
 }
