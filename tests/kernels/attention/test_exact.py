@@ -140,15 +140,15 @@ def test_near_positions_in_triton() -> None:
 
 
 def test_chunks_of_three_sizes() -> None:
-    from triforce_tree.kernels.attention.exact import kernels, launch
+    from triforce_tree.kernels.attention.exact import kernels
 
     starts = [0]
     while starts[-1] < 40_000:
         at = starts[-1]
         starts.append(at + (512 if at < 4096 else 1024 if at < 16384 else 4096))
     for chunk, start in enumerate(starts):
-        assert launch.chunks_of(start) == chunk
-        assert launch.chunks_of(start + 1) == chunk + 1
+        assert kernels.chunks_of(start) == chunk
+        assert kernels.chunks_of(start + 1) == chunk + 1
     assert kernels.TILE.value + kernels.DEPTH.value == kernels.NEAR.value
     assert kernels.DEPTH.value == MOST_DEPTH
 

@@ -34,8 +34,18 @@ NEAR = tl.constexpr(128)  # a query has at most DEPTH + TILE near positions
 # divided among many programs, and a long text has few partial outputs.
 _FIRST, _SECOND = tl.constexpr(4096), tl.constexpr(16384)
 _SHORT, _MIDDLE, _LONG = tl.constexpr(512), tl.constexpr(1024), tl.constexpr(4096)
-_BEFORE_SECOND = tl.constexpr(8)
-_BEFORE_THIRD = tl.constexpr(20)
+_BEFORE_SECOND = tl.constexpr(_FIRST.value // _SHORT.value)
+_BEFORE_THIRD = tl.constexpr(_BEFORE_SECOND.value + (_SECOND.value - _FIRST.value) // _MIDDLE.value)
+
+
+def chunks_of(positions: int) -> int:
+    """Returns the number of chunks of ``positions`` positions."""
+    first, second = min(positions, _FIRST.value), min(positions, _SECOND.value) - _FIRST.value
+    return (
+        triton.cdiv(first, _SHORT.value)
+        + max(0, triton.cdiv(second, _MIDDLE.value))
+        + max(0, triton.cdiv(positions - _SECOND.value, _LONG.value))
+    )
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from triforce_tree.kernels.attention.exact.attention import ExactAttention, Near
 from triforce_tree.kernels.attention.exact.kernels import (
     NEAR,
     TILE,
+    chunks_of,
     exact_combine_kernel,
     exact_far_kernel,
     exact_near_kernel,
@@ -33,12 +34,6 @@ _MOST_DIM = 512
 _NEAR_REGISTERS, _NEAR_COLUMNS = 96, 128
 # Number of partial outputs that the merging kernel loads at a time.
 _TOGETHER = 16
-
-
-def chunks_of(positions: int) -> int:
-    """Returns the number of chunks of ``positions`` positions; see ``kernels.chunk_start``."""
-    first, second, third = min(positions, 4096), min(positions, 16384) - 4096, positions - 16384
-    return -(-first // 512) + max(0, -(-second // 1024)) + max(0, -(-third // 4096))
 
 
 def near(lengths: Tensor, mask: Tensor, tokens: int) -> Near:
