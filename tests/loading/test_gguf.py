@@ -372,7 +372,7 @@ def test_the_command_line_takes_it(path: Path) -> None:
     for words in (["--target", str(path)], ["--target", str(path.parent), "--gguf-file", NAME]):
         args = arguments.parser().parse_args(["generate", *words, "--device", "cpu", "--dtype", "bfloat16"])
         engine = options.engine_of(args)
-        assert engine.target.dtype == torch.bfloat16
+        assert engine.target.model.dtype == torch.bfloat16
         assert engine.tokenizer is not None
 
 

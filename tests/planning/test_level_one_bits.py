@@ -16,6 +16,7 @@ from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding import hierarchy, level_one_copy
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, device_defaults
 from triforce_tree.planning.batch_size import bytes_beside_models
@@ -126,15 +127,18 @@ def test_bits_are_chosen_with_auto_alone(memory: Memory) -> None:
 def test_what_gains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def gains(family: str, device: str = "cuda", change: Callable[[HFModel], Any] = id) -> bool:
         made = HFModel(tiny(family).to(torch.bfloat16))
+        made.dtype = torch.bfloat16 if device == "cuda" else made.dtype
         change(made)
         with monkeypatch.context() as patched:
             patched.setattr(made, "device", torch.device(device))
             return gains_from_few_bits(made)
 
     assert not gains("llama-gqa"), "its layers are small"
+    assert not gains("llama-gqa", "cpu"), "its layers are small"
     monkeypatch.setattr(device_defaults, "_LEAST_LAYER", 1 << 10)
+    monkeypatch.setattr(device_defaults, "_LEAST_LAYER_CPU", 1 << 10)
     assert gains("llama-gqa")
-    assert not gains("llama-gqa", "cpu"), "in 16 bits no kernel of the CPU serves it"
+    assert gains("llama-gqa", "cpu") == (library() is not None)
     assert not gains("llama-gqa", change=lambda made: setattr(made, "dtype", torch.float32))
     assert not gains("llama-gqa", change=lambda made: setattr(made.model, "is_quantized", True))
     assert not gains("llama-gqa", change=lambda made: setattr(made, "streamed", SimpleNamespace()))

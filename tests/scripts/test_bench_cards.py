@@ -33,7 +33,10 @@ CPU = torch.device("cpu")
 def test_sizes_are_those_of_the_models(name: str, bits: int) -> None:
     shape, draft_shape, config = Shape.parse(TINY_SHAPES[name]), Shape.parse(TINY_DRAFT), HierarchyConfig()
     target, draft, _ = inflate_pair(shape, "cpu", torch.bfloat16, draft_shape)
-    exact = Sizes.of(HFModel(target if bits == 16 else low_bit_copy(target, bits)), HFModel(draft), config)
+    models = [HFModel(target if bits == 16 else low_bit_copy(target, bits)), HFModel(draft)]
+    for model in models:
+        model.dtype = torch.bfloat16  # On a CPU they compute in fp32.
+    exact = Sizes.of(*models, config)
     found = sizes_of(shape, draft_shape, bits, config)
     # Buffers, such as rotary frequencies and the counters of kernels, are left out.
     assert found.weights == pytest.approx(exact.weights, rel=0.002)

@@ -69,7 +69,7 @@ def first_difference(
     scores = scores_after(to_scores, last_logits(engine, tokens), tokens)
     gap = float(scores.max() - torch.minimum(scores[ours[at]], scores[theirs[at]]))
     noise = forward_noise(engine, [*tokens, theirs[at]], to_scores)
-    return Difference(gap, noise, target.dtype.itemsize >= 4)
+    return Difference(gap, noise, target.model.dtype.itemsize >= 4)
 
 
 def scores_after(to_scores: ProbsFromLogits, logits: Tensor, tokens: Sequence[int]) -> Tensor:

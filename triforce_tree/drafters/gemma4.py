@@ -59,7 +59,7 @@ class Gemma4Assistant(GrowingDrafter):
     def attach(self, target: HFModel) -> None:
         super().attach(target)
         self.features = (target.layers,)
-        self._embed = target.model.get_input_embeddings()
+        self._embed = target.source.get_input_embeddings()
         self._network = _Network(self.folder, target)
         self._sources = self._network.sources(target)
         self.weight_bytes = self._network.weight_bytes

@@ -254,10 +254,9 @@ class _Guard:
         """
         generator = torch.Generator(self.device).manual_seed(layer)
         heads = call.heads
+        how: dict[str, Any] = {"device": self.device, "dtype": self.model.model.dtype}
         k, v = (
-            torch.randn(
-                (1, heads.kv, positions, dim), generator=generator, device=self.device, dtype=self.model.dtype
-            )
+            torch.randn((1, heads.kv, positions, dim), generator=generator, **how)
             for dim in (heads.dim, heads.value_dim)
         )
         # A missing softcap changes the logits only if scores are about as large as the cap.

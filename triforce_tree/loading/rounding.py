@@ -25,7 +25,7 @@ def rounding_limit(model: HFModel) -> float:
     """Returns the largest relative error of logits from rounding in a model of this dtype without experts."""
     # Quantised layers may quantise their inputs too, which rounds far more coarsely than the dtype.
     plain = foreign_quantisation(model.model) is None
-    return _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
+    return _ROUNDING.get(model.model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
 
 
 def explained_error(
@@ -40,7 +40,7 @@ def explained_error(
         with_noise: computes ``reference`` again inside :func:`noisy_embeddings` with :data:`NOISE`.
     """
     limit = rounding_limit(model)
-    if limit < error < MOST_ROUNDING and model.dtype.itemsize == 2:
+    if limit < error < MOST_ROUNDING and model.model.dtype.itemsize == 2:
         # Rounding may change the choice of experts, and so the logits far more than usual.
         limit = max(limit, relative_error(with_noise(), reference))
     return limit

@@ -297,10 +297,11 @@ def _fits(x: Tensor, most: int = MOST_ROWS) -> bool:
     return x.is_cuda and x.dtype in _HALF and 0 < x.numel() <= most * x.shape[-1]
 
 
-def has_int8_kernel(model: nn.Module) -> bool:
-    """Returns whether a copy of a model can have weights of 8 bits that the C kernel reads."""
-    parameter = next(model.parameters())
-    return parameter.device.type == "cpu" and parameter.dtype is torch.float32 and library() is not None
+def has_int8_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether a copy of a model that computes so can have weights of 8 bits that the C kernel
+    reads.
+    """
+    return device.type == "cpu" and dtype is torch.float32 and library() is not None
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -311,7 +312,7 @@ def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
     more in small models with large vocabularies.
 
     Args:
-        model: in fp32 on the CPU; it is not changed.
+        model: on the CPU; it is not changed.
 
     Raises:
         ValueError: its linear layers cannot be replaced.

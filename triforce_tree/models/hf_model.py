@@ -21,6 +21,7 @@ from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.host.widened import widen, widens
 from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.length_rope import LengthRope
@@ -54,10 +55,13 @@ class HFModel:
 
     Args:
         model: any ``transformers`` causal LM whose layers use the attention interface. It is never changed:
-            forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
+            forwards run on a :func:`shallow_copy` of ``source`` with our attention, made by :meth:`active`.
         streamed: the weights of its layers, if they are kept in host memory.
 
     Attributes:
+        widens: whether its weights have 16 bits, and forwards compute in fp32 on the CPU.
+        source: what copies are made of: ``model``, or its copy from ``widen``.
+        dtype: in which forwards compute.
         changes: notices changes of ``model``.
         revision: differs after each change, except changes of weights in place. Copies must then be made
             again.
@@ -88,7 +92,9 @@ class HFModel:
                 f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
             )
         refuse_unsupported(model)
-        self.dtype: torch.dtype = model.dtype
+        self.widens = streamed is None and widens(model)
+        self.dtype: torch.dtype = torch.float32 if self.widens else model.dtype
+        self._own_dtype: torch.dtype = model.dtype
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
@@ -110,6 +116,7 @@ class HFModel:
         """Finds out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self.parameter_bytes = parameter_bytes(self.model)
+        self.source = widen(shallow_copy(self.model)) if self.widens else self.model
         self._copy = self._kernel_layers = self._chunk_graphs = self.capturable = self.host_step = None
         self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
@@ -145,14 +152,18 @@ class HFModel:
                 compare(self)
 
         self.changes.refresh(renew)
+        if self.widens and self.changes.weights != self.weights_revision:
+            renew()  # Some weights are copied.
         self.revision, self.weights_revision = self.changes.revision, self.changes.weights
+        if self.widens:
+            self.revision += self.weights_revision
 
     def check_sizes(self) -> None:
         """Raises ValueError if the model now has another dtype, device or vocabulary, or other layers."""
         config: Any = self.model.config.get_text_config(decoder=True)
         device = next(self.model.get_input_embeddings().parameters()).device
         sizes = [
-            ("dtype", self.dtype, self.model.dtype),
+            ("dtype", self._own_dtype, self.model.dtype),
             ("device", self.device, device),
             ("vocabulary size", self.vocab_size, config.vocab_size),
             ("number of layers", self.layers, config.num_hidden_layers),
@@ -256,7 +267,7 @@ class HFModel:
 
     def _prepared(self) -> PreTrainedModel:
         """Returns a copy of the model that can run forwards."""
-        copied = shallow_copy(self.model)
+        copied = shallow_copy(self.source)
         copied.eval()
         self._scales_queries = use_our_attention(copied)
         if self.length_rope is not None:

@@ -37,6 +37,7 @@ from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.host.recorded_layers import RecordedLayers, recorded_layers
+from triforce_tree.models.host.widened import widen
 from triforce_tree.models.indexers import NewKeys, attach_indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.shared_inputs import share_inputs
 from triforce_tree.models.length_rope import LengthRope
@@ -207,9 +208,9 @@ def step_model(
     on_gpu = model.device.type == "cuda"
     if not (on_gpu or exact):
         if features:
-            return _host_step(shallow_copy(model.model), model, features)
+            return _host_step(shallow_copy(model.source), model, features)
         # Our kernels were compared with each of its layers, and it keeps nothing of a forward.
-        model.host_step = model.host_step or _host_step(shallow_copy(model.model), model, ())
+        model.host_step = model.host_step or _host_step(shallow_copy(model.source), model, ())
         return model.host_step
     replaced = on_gpu and why_not_replaceable(model.model) is None
     # Streamed linear layers and some rotary embeddings make the host wait.
@@ -219,9 +220,9 @@ def step_model(
     if on_gpu and not waits and model.capturable is None:
         model.capturable = captures(model, replaced)
     if exact:
-        clone = exact_linears_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
+        clone = exact_linears_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.source))
     else:
-        clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
+        clone = few_row_copy(model.model) if replaced else shallow_copy(model.source)
         if drafts:
             with_low_bit_head(clone)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
@@ -239,15 +240,18 @@ def step_model(
 
 def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
     """Returns the forwards over fixed buffers of an fp32 model on the CPU with 8-bit weights, for level 1."""
-    return _host_step(int8_copy(model.model), model, features)
+    copied = int8_copy(model.model)
+    return _host_step(widen(copied) if model.widens else copied, model, features)
 
 
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
     """Returns the forwards of the target on a copy of its weights with ``bits`` 8 or 4, for level 1."""
-    if bits == 8 and target.streamed is None and has_int8_kernel(target.model):
+    if bits == 8 and target.streamed is None and has_int8_kernel(target.device, target.dtype):
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
     clone = low_bit_copy(target.model, bits, bring)
+    if target.widens:
+        widen(clone)
     by_kernels = compiled and _by_kernels(clone, target)
     compiled = compiled and not by_kernels
     step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
@@ -306,7 +310,7 @@ def captures(model: HFModel, replaced: bool) -> bool:
     linears = "" if replaced else f" with its linear layers ({why_not_replaceable(model.model)})"
     if replaced and model.states is not None:
         return True  # Our own scans and states are all that such layers have beside linear ones.
-    step = _step(few_row_copy(model.model) if replaced else shallow_copy(model.model), model, False)
+    step = _step(few_row_copy(model.model) if replaced else shallow_copy(model.source), model, False)
     # Others may choose by the number of a layer.
     known = replaced and model.streamed is None and model.kernel_layers.complete(step.model)
 

@@ -245,13 +245,14 @@ def gains_from_few_bits(target: HFModel) -> bool:
     Models with experts were not measured, so the result is False for them.
     """
     layers, gpu = listed_layers(target.model), target.device.type == "cuda"
-    served = target.dtype.itemsize == 2 if gpu else has_int8_kernel(target.model)
+    served = target.dtype.itemsize == 2 if gpu else has_int8_kernel(target.device, target.dtype)
     if not served or not layers or target.streamed:
         return False
     if expert_modules(target.model) or why_not_replaceable(target.model):
         return False
     least = _LEAST_LAYER if gpu else _LEAST_LAYER_CPU
-    return sum(weight.nbytes for weight in layers.parameters()) >= least * len(layers)
+    elements = sum(weight.numel() for weight in layers.parameters())
+    return elements * target.dtype.itemsize >= least * len(layers)
 
 
 def level_one_bits(

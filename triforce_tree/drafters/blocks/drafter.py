@@ -113,7 +113,7 @@ class BlockDrafter(RingDrafter):
         if "d2t" in self._weights or drafted != target.vocab_size:
             self._vocabulary = self._weights.vocabulary(drafted, target.vocab_size, target.device)
         # Checkpoints may hold copies of the target's matrices.
-        shared = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        shared = target.source.get_input_embeddings(), target.source.get_output_embeddings()
         if _equal(network.lm_head, shared[1]):
             network.lm_head = None
         self._head: nn.Module = network.lm_head or shared[1]

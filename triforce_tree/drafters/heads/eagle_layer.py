@@ -92,11 +92,11 @@ class EagleLayer:
             for n, name in enumerate(["midlayer.", *(f"layers.{n}." for n in range(1, format.layers))])
         ]
         self.hidden_norm, self.norm = norm("midlayer.hidden_norm.weight"), norm("norm.weight")
-        self._embeddings: Any = target.model.get_input_embeddings()
+        self._embeddings: Any = target.source.get_input_embeddings()
         if "embed_tokens.weight" in weights or own != size:
             table = get("embed_tokens.weight", target.vocab_size, own)
             self._embeddings = lambda ids: F.embedding(ids, table)
-        shared = target.model.get_output_embeddings()
+        shared = target.source.get_output_embeddings()
         self._head: Any = shared
         self._drafted: TargetLogits | None = None
         if "lm_head.weight" in weights or own != size:

@@ -90,7 +90,7 @@ class Medusa(GrowingDrafter):
         self._weights.refuse_unused(deeper)
         own = [t for block in blocks for t in block] + ([] if self._last is None else [self._last])
         self.weight_bytes = sum(t.nbytes for t in own)
-        self._own_head = target.model.get_output_embeddings()
+        self._own_head = target.source.get_output_embeddings()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[K, N, V]`` of the first K heads, where K is the depth of the deepest tree.

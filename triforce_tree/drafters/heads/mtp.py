@@ -59,9 +59,9 @@ class MtpNetwork:
         # Typed as any module, whose attributes are modules or tensors.
         self.model: Any = model
         self._source, config = source, target.model.config
-        self.model.embed_tokens = target.model.get_input_embeddings()
-        self.model.shared_head = target.model.get_output_embeddings()
-        decoder: Any = text_decoder(target.model)
+        self.model.embed_tokens = target.source.get_input_embeddings()
+        self.model.shared_head = target.source.get_output_embeddings()
+        decoder: Any = text_decoder(target.source)
         self.model.rotary_emb = decoder.rotary_emb
         self.inputs: tuple[int, ...] = (target.layers,)
         self.layers: int = len(model.layers)

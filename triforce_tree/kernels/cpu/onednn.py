@@ -23,3 +23,9 @@ def multiplies_many_rows() -> bool:
     Torch uses MKL, which has no AVX-512 for processors of AMD, and there takes more than twice the time.
     """
     return ONEDNN and vendor() == "AuthenticAMD" and "AVX-512" in fp32_instructions()
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Returns whether the processor has instructions for products of bf16."""
+    return ONEDNN and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -46,13 +46,11 @@ def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
     Args:
         model: from ``shallow_copy``, on the CPU.
     """
-    linears = [module for module in model.modules() if is_plain_linear(module)]
-    weights: dict[nn.Linear, FewRowMatrix] = {}
-    if model.dtype == torch.float32:
-        replaced = use_few_row_linears(model)
+    replaced = use_few_row_linears(model)
+    if replaced:
         use_fused_layers(model, replaced, exact=True)
-        weights = {layer: few_row_weight(layer) for layer in replaced}
-    for layer in linears:
+    weights: dict[nn.Linear, FewRowMatrix] = {layer: few_row_weight(layer) for layer in replaced}
+    for layer in [*replaced, *(module for module in model.modules() if is_plain_linear(module))]:
         forward = partial(_linear, layer, weights.get(layer))
         layer.forward = forward  # type: ignore[method-assign]
     decoder = text_decoder(model)

@@ -11,8 +11,8 @@ from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.linear import Blocks
 
-# Fewest rows for which unpacking pays.
-_UNPACKED_ROWS = 256
+UNPACKED_ROWS = 256
+"""Fewest rows for which it pays to make an fp32 copy of packed weights."""
 
 
 class GgufLinear(nn.Linear):
@@ -44,7 +44,7 @@ class GgufLinear(nn.Linear):
         return self._matrix if same else self._made()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() >= _UNPACKED_ROWS * x.shape[-1] and onednn.multiplies_many_rows():
+        if x.numel() >= UNPACKED_ROWS * x.shape[-1] and onednn.multiplies_many_rows():
             return onednn.linear(x, fp32.widened(self.matrix()), self.bias)
         return fp32.linear(x, self.matrix())
 

@@ -4,9 +4,10 @@ A tree forward multiplies 1 to 64 rows by each weight matrix. torch's default GE
 and reads the weights at half of the memory's speed. If all values of a weight can be represented in 16 bits,
 as in most checkpoints, it is read from a 16-bit copy: the same numbers in half of the bytes. Level 1 may use
 other numbers, of 8 bits (:class:`Int8Linear`). Prompts have more rows, which oneDNN multiplies where it is
-faster than torch's default.
+faster than torch's default. Weights that are given in 16 bits are read as they are (``host.widened``).
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Protocol, TypeGuard
 
@@ -19,7 +20,7 @@ from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.onednn import ONEDNN
-from triforce_tree.models.host.gguf_linears import GgufLinear
+from triforce_tree.models.host.gguf_linears import UNPACKED_ROWS, GgufLinear
 
 _MOST_ROWS = 64
 # Share of the available memory that copies in 16 bits may take.
@@ -86,11 +87,13 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     Layers whose ``forward`` another library has replaced are left unchanged.
 
     Returns:
-        These layers, and those of 8 bits or over blocks of a GGUF file, which always use our kernel.
+        These layers, those that did so before, and those of 8 bits or over blocks of a GGUF file.
     """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    before = [each for each in linears if getattr(vars(each).get("forward"), "func", None) is _linear]
     found = [
         layer
-        for layer in model.modules()
+        for layer in linears
         if is_plain_linear(layer)
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
@@ -103,15 +106,22 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     for layer in replaced:
         weight = FewRowWeight(layer, narrow) if native and layer.weight.is_contiguous() else None
         layer.forward = partial(_linear, layer, weight)  # type: ignore[method-assign]
-    return replaced + [layer for layer in model.modules() if isinstance(layer, Int8Linear | GgufLinear)]
+    return before + replaced + [layer for layer in linears if isinstance(layer, Int8Linear | GgufLinear)]
+
+
+def use_half_linears(layers: Iterable[nn.Linear]) -> None:
+    """Lets plain ``nn.Linear`` layers with dense weights of 16 bits on the CPU take and return fp32."""
+    for layer in layers:
+        weight = FewRowWeight(layer, narrow=False)
+        layer.forward = partial(_linear, layer, weight)  # type: ignore[method-assign]
 
 
 class FewRowWeight:
     """A layer's weight in the form that the C kernel reads.
 
     Args:
-        layer: has fp32 weights on the CPU.
-        narrow: whether to use a 16-bit copy if it has the same values.
+        layer: has weights of 32 or 16 bits on the CPU.
+        narrow: whether to use a 16-bit copy of fp32 weights if it has the same values.
     """
 
     def __init__(self, layer: nn.Linear, narrow: bool) -> None:
@@ -128,7 +138,7 @@ class FewRowWeight:
         source = weight.data_ptr(), -1 if weight.is_inference() else weight._version
         if self._matrix is None or source != self._made_from:
             copy = _in_16_bits(weight, source) if self._narrow else None
-            bias = None if self._layer.bias is None else self._layer.bias.detach()
+            bias = None if self._layer.bias is None else self._layer.bias.detach().float()
             self._matrix = fp32.matrix(weight.detach() if copy is None else copy, bias)
             self._made_from = source
         return self._matrix
@@ -158,7 +168,23 @@ def _in_16_bits(weight: Tensor, state: tuple[int, int]) -> Tensor | None:
 
 def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
     if weight is not None and x.numel() <= fp32.MOST_ROWS * x.shape[-1]:
-        return fp32.linear(x, weight.matrix())
+        return fp32.linear(x.float(), weight.matrix())
+    if layer.weight.dtype != torch.float32:
+        return _by_halves(layer, weight, x)
     if ONEDNN and (x.shape[-2] <= _MOST_ROWS or onednn.multiplies_many_rows()):
         return onednn.linear(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def _by_halves(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
+    """Returns the fp32 product of many rows with a weight of 16 bits.
+
+    Where the processor multiplies bf16, rows are rounded to it, as in the model's own forward.
+    """
+    if layer.weight.dtype == torch.bfloat16 and onednn.multiplies_bf16():
+        out = nn.functional.linear(x.bfloat16(), layer.weight).float()
+        return out if layer.bias is None else out.add_(layer.bias)
+    if weight is not None and x.numel() < UNPACKED_ROWS * x.shape[-1]:
+        return fp32.linear(x.float(), weight.matrix())
+    bias = None if layer.bias is None else layer.bias.float()
+    return (onednn.linear if ONEDNN else nn.functional.linear)(x.float(), layer.weight.float(), bias)
