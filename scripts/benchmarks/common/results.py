@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,14 @@ def content_at(path: Path) -> Record:
 
 
 def open_records(path: Path, settings: Record) -> results.Records:
-    """Returns the records of an earlier run with the same settings; records of other settings are deleted."""
+    """Returns the records of an earlier run with the same settings. Those of other settings are renamed."""
     try:
         return results.Records(path, settings)
     except ValueError:
-        path.unlink()
+        names = (path.with_name(f"{path.stem}.{n}.jsonl") for n in count(1))
+        kept = next(name for name in names if not name.exists())
+        path.rename(kept)
+        print(f"{path.name} had other settings; its measurements are now in {kept.name}", file=sys.stderr)
         return results.Records(path, settings)
 
 
@@ -107,7 +111,7 @@ class ResultsFile:
 
     Args:
         path: the file.
-        part: what is measured now. Its measurements are kept where their settings are these, else dropped.
+        part: what is measured now. It begins anew where its measurements had other settings.
         settings: of the part, with a ``seed``.
         make_rows: of a part's name, header and measurements.
         begin: another results file, which a new one begins as a copy of.
