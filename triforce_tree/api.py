@@ -93,7 +93,9 @@ def load(
         gguf_file: name of a GGUF file in the target's folder or hub repository, with the target and its
             tokenizer. Its weights are unpacked, but for float32 on a CPU, where most types stay packed.
         device: for models named by id or folder; by default CUDA where there is one.
-        dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
+        dtype: likewise, of the weights; by default the checkpoint's own, for GGUF bfloat16 on CUDA. A CPU
+            computes in float32 whatever it is, except with experts or quantised weights, whose default there
+            is float32.
         pinned: called while offloaded weights allocate host memory, with the number of bytes.
         levels: 3 for the whole hierarchy, 2 for the draft under the target, 1 for autoregressive decoding;
             by default 2 or 3, by the length of the prompt.

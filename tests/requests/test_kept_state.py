@@ -367,7 +367,7 @@ SCHEMA = {
 def test_json_by_the_processor_of_xgrammar(levels: Any) -> None:
     xgrammar = pytest.importorskip("xgrammar")
     processor = pytest.importorskip("xgrammar.contrib.hf").LogitsProcessor
-    made = triforce_tree.load(levels=levels)
+    made = triforce_tree.load(levels=levels, dtype="float32")
     tokenizer, model = made.tokenizer, made.target.model
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))

@@ -12,7 +12,7 @@ from triforce_tree.server.app import Served, create_app
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    made = triforce_tree.load(device="cpu", levels=2)
+    made = triforce_tree.load(device="cpu", dtype="float32", levels=2)
     assert made.tokenizer is not None
     made.tokenizer.chat_template = TEMPLATE
     return made

@@ -83,8 +83,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         type=dtype,
         choices=DTYPES,
-        help="or half, fp16, bf16, fp32; without it, float32 on the CPU and the checkpoint's own elsewhere "
-        "(bfloat16 for GGUF)",
+        help="of the weights, or half, fp16, bf16, fp32; without it, the checkpoint's own (for GGUF "
+        "bfloat16, and on the CPU the blocks of the file)",
     )
 
 

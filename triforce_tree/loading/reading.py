@@ -26,6 +26,7 @@ from triforce_tree.loading.model_folder import (
     downloaded,
     in_one_line,
 )
+from triforce_tree.models.host.widened import widens
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.option_checks import DTYPE_NAMES
 from triforce_tree.runtime import distributed
@@ -112,15 +113,16 @@ class ModelFiles:
             if adapter is not None and adapter != Path(source):
                 downloaded(str(source), [ADAPTER_WEIGHTS], adapter.name)
         config = checkpoint.config
+        method = _method(config)
         if dtype is None:
-            dtype = torch.float32 if device.type == "cpu" else "auto"
+            own = device.type != "cpu" or (method is None and widens(_in_dtype(config, source, None)))
+            dtype = "auto" if own else torch.float32
         arguments = {
             "pretrained_model_name_or_path": checkpoint.folder,
             "config": config,
             "dtype": dtype,
             "use_safetensors": True,
         }
-        method = _method(config)
         size = checkpoint.stored if method is not None else _bytes(config, source, dtype)
         size += (adapter / ADAPTER_WEIGHTS).stat().st_size if adapter is not None else 0
         return cls(source, config, dtype, size, method, checkpoint, arguments, adapter)

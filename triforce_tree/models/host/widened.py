@@ -26,8 +26,8 @@ _TRIED_IDS, _ROUNDING = 8, 2.0**-6
 
 
 def widens(model: PreTrainedModel) -> bool:
-    """Returns whether :func:`widen` serves a model."""
-    if model.device.type != "cpu" or library() is None or quantisation(model) is not None:
+    """Returns whether :func:`widen` serves a model on the CPU, or one on the meta device when it is there."""
+    if model.device.type not in ("cpu", "meta") or library() is None or quantisation(model) is not None:
         return False
     weights = parameters_of(model)
     if not all(weight.dtype in (*_HALVES, torch.float32) and _dense(weight) for weight in weights):
@@ -79,6 +79,8 @@ def _embeds(module: Any) -> bool:
         return False
     if module.weight.dtype not in _HALVES:
         return False
+    if module.weight.is_meta:
+        return True
     ids = torch.arange(min(_TRIED_IDS, module.num_embeddings), device="cpu").flip(0)
     padding, module.padding_idx = module.padding_idx, None
     try:
