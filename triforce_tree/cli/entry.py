@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace, imports: AbstractContextManager[None]) -> int
         if args.traceback or not short:
             raise
         less = "ask for shorter prompts or fewer texts at once"
-        if isinstance(error, torch.OutOfMemoryError):  # on a CPU, bf16 is slower (docs/cpu.md)
+        if isinstance(error, torch.OutOfMemoryError):
             less += ", or use --dtype bfloat16"
         return _failed(f"out of memory ({_message(error)}); {less}", 1)
 
