@@ -21,7 +21,7 @@ from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import foreign_quantisation, quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
-from triforce_tree.models.host.widened import widen, widens
+from triforce_tree.models.host.widened import renew_widened, widen, widens
 from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
 from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.length_rope import LengthRope
@@ -153,10 +153,8 @@ class HFModel:
 
         self.changes.refresh(renew)
         if self.widens and self.changes.weights != self.weights_revision:
-            renew()  # Some weights are copied.
+            renew_widened(self.source, self.model)
         self.revision, self.weights_revision = self.changes.revision, self.changes.weights
-        if self.widens:
-            self.revision += self.weights_revision
 
     def check_sizes(self) -> None:
         """Raises ValueError if the model now has another dtype, device or vocabulary, or other layers."""

@@ -65,6 +65,19 @@ def widen(copied: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
+@torch.no_grad()
+def renew_widened(widened: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Copies the weights of a model that were changed in place to its copy from :func:`widen`, which other
+    copies share.
+    """
+    for own, copied in zip(modules_of(model), modules_of(widened), strict=True):
+        for theirs, mine in ((own._parameters, copied._parameters), (own._buffers, copied._buffers)):
+            for name, tensor in theirs.items():
+                kept = mine.get(name)
+                if tensor is not None and kept is not None and kept is not tensor:
+                    kept.copy_(tensor)
+
+
 def _dense(weight: Tensor) -> bool:
     return type(weight.data) is Tensor and weight.is_contiguous()
 
