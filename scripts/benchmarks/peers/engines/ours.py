@@ -1,4 +1,4 @@
-"""This project: default settings, and plain decoding."""
+"""This project: default settings, with a head where there is also a draft model, and plain decoding."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class Engine:
     packages = ("torch", "transformers")
 
     def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
-        return ["default", "plain"]
+        return ["default", "plain", *(["eagle3"] if draft and head else [])]
 
     def takes(self, target: str) -> bool:
         return True
@@ -37,10 +37,10 @@ class Engine:
 
         torch.set_num_threads(load.threads)
         options = {"prefix_cache": False} | ({"levels": 1} if load.mode == "plain" else {})
-        drafts = {} if load.mode == "plain" else {"drafter": load.head}
-        draft = None if load.mode == "plain" else load.draft
+        draft = load.draft if load.mode == "default" else None
+        head = load.head if load.mode == "eagle3" or (load.mode == "default" and draft is None) else None
         self._engine = triforce_tree.load(
-            load.target, draft, dtype=load.dtype, **drafts, **load_arguments(options)
+            load.target, draft, drafter=head, dtype=load.dtype, **load_arguments(options)
         )
 
     def generate(self, request: Request) -> Answer:
