@@ -26,7 +26,7 @@ PROMPT = "The following JSON object describes the first author of this module:\n
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return triforce_tree.load()
+    return triforce_tree.load(dtype="float32")
 
 
 def test_the_text_is_that_of_plain_decoding_under_the_same_masks(engine: Engine) -> None:

@@ -16,7 +16,7 @@ PROMPT_TOKENS = 3000
 @pytest.fixture(scope="module")
 def engine() -> triforce_tree.Engine:
     """Returns the default engine, with the models in the package, on the CPU in fp32."""
-    return triforce_tree.load(device="cpu")
+    return triforce_tree.load(device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

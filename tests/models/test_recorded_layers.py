@@ -79,7 +79,7 @@ def test_work_of_torch_is_never_left_out() -> None:
 
 def test_workspaces_stay() -> None:
     """A longer text replaces the workspace of attention, but not for calls that were noted before."""
-    engine = load(levels=1)
+    engine = load(levels=1, dtype="float32")
     short, long = [5, 6, 7] * 60, [5, 6, 7, 8] * 1500
     first, *_, last = [
         engine.generate([ids], max_new_tokens=20, do_sample=False).sequences[0, -20:].tolist()
