@@ -115,3 +115,16 @@ def test_experts_keep_their_dtype() -> None:
 def test_position_tables_are_copied() -> None:
     model = build("OPTConfig", "OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32).bfloat16()
     assert text_of(model) == text_of(copy.deepcopy(model).float())
+
+
+def test_the_users_model_is_not_changed_even_for_a_moment() -> None:
+    """Another thread may be generating with it."""
+
+    class Unchanging(dict[str, Any]):
+        def __setitem__(self, name: str, value: object) -> None:
+            raise AssertionError(f"{name} was replaced")
+
+    model = tiny("llama-gqa").bfloat16()
+    embedding: Any = model.get_input_embeddings()
+    embedding._parameters = Unchanging(embedding._parameters)
+    assert HFModel(model).dtype == torch.float32

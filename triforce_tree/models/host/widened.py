@@ -6,6 +6,7 @@ So the weights of linear layers and embeddings stay in their 16 bits, and everyt
 Activations are rounded less than in the model's own forward.
 """
 
+import copy
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -95,11 +96,10 @@ def _embeds(module: Any) -> bool:
     if module.weight.is_meta:
         return True
     ids = torch.arange(min(_TRIED_IDS, module.num_embeddings), device="cpu").flip(0)
-    padding, module.padding_idx = module.padding_idx, None
-    try:
-        expected, found = type(module).forward(module, ids), _embedded(module, ids)
-    finally:
-        module.padding_idx = padding
+    # The user's model is never changed, as others may use it now.
+    tried = copy.copy(module)
+    tried._parameters, tried.padding_idx = dict(module._parameters), None
+    expected, found = type(tried).forward(tried, ids), _embedded(tried, ids)
     return bool((found - expected.float()).abs().max() <= _ROUNDING * expected.float().abs().max())
 
 
