@@ -139,13 +139,13 @@ def test_near_positions_in_triton() -> None:
     check(triton, replace(request, mask=line), [63, 65], 260)
 
 
-def test_chunks_of_three_sizes() -> None:
+def test_chunks_of_four_sizes() -> None:
     from triforce_tree.kernels.attention.exact import kernels
 
     starts = [0]
-    while starts[-1] < 40_000:
+    while starts[-1] < 80_000:
         at = starts[-1]
-        starts.append(at + (512 if at < 4096 else 1024 if at < 16384 else 4096))
+        starts.append(at + (512 if at < 4096 else 1024 if at < 16384 else 2048 if at < 49152 else 4096))
     for chunk, start in enumerate(starts):
         assert kernels.chunks_of(start) == chunk
         assert kernels.chunks_of(start + 1) == chunk + 1

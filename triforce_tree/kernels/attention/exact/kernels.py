@@ -30,22 +30,24 @@ from triforce_tree.kernels.launching import wait_for_previous
 DEPTH = tl.constexpr(64)
 TILE = tl.constexpr(64)
 NEAR = tl.constexpr(128)  # a query has at most DEPTH + TILE near positions
-# Chunks have 512 positions up to the first bound, 1,024 up to the second, then 4,096. So a short text is
-# divided among many programs, and a long text has few partial outputs.
-_FIRST, _SECOND = tl.constexpr(4096), tl.constexpr(16384)
-_SHORT, _MIDDLE, _LONG = tl.constexpr(512), tl.constexpr(1024), tl.constexpr(4096)
-_BEFORE_SECOND = tl.constexpr(_FIRST.value // _SHORT.value)
-_BEFORE_THIRD = tl.constexpr(_BEFORE_SECOND.value + (_SECOND.value - _FIRST.value) // _MIDDLE.value)
+# From each of these positions on, chunks have the size beside it. So a short text is divided among many
+# programs, and a long text has few partial outputs.
+_CHUNKS = ((0, 512), (4096, 1024), (16_384, 2048), (49_152, 4096))
 
 
 def chunks_of(positions: int) -> int:
     """Returns the number of chunks of ``positions`` positions."""
-    first, second = min(positions, _FIRST.value), min(positions, _SECOND.value) - _FIRST.value
-    return (
-        triton.cdiv(first, _SHORT.value)
-        + max(0, triton.cdiv(second, _MIDDLE.value))
-        + max(0, triton.cdiv(positions - _SECOND.value, _LONG.value))
+    ends = [start for start, _ in _CHUNKS[1:]] + [positions]
+    return sum(
+        triton.cdiv(max(0, min(positions, end) - start), size)
+        for (start, size), end in zip(_CHUNKS, ends, strict=True)
     )
+
+
+# Kernels read single constants: the second to fourth start, the four sizes, the chunks before these starts.
+_SECOND, _THIRD, _FOURTH = (tl.constexpr(start) for start, _ in _CHUNKS[1:])
+_SIZE_1, _SIZE_2, _SIZE_3, _SIZE_4 = (tl.constexpr(size) for _, size in _CHUNKS)
+_BEFORE_2, _BEFORE_3, _BEFORE_4 = (tl.constexpr(chunks_of(start)) for start, _ in _CHUNKS[1:])
 
 
 @triton.jit
@@ -63,17 +65,17 @@ def shared_start(length):
 @triton.jit
 def chunk_start(chunk):
     """Returns the first position of a chunk."""
-    second = _FIRST + (chunk - _BEFORE_SECOND) * _MIDDLE
-    third = _SECOND + (chunk - _BEFORE_THIRD) * _LONG
-    return tl.where(chunk < _BEFORE_SECOND, chunk * _SHORT, tl.where(chunk < _BEFORE_THIRD, second, third))
+    start = tl.where(chunk < _BEFORE_2, chunk * _SIZE_1, _SECOND + (chunk - _BEFORE_2) * _SIZE_2)
+    start = tl.where(chunk < _BEFORE_3, start, _THIRD + (chunk - _BEFORE_3) * _SIZE_3)
+    return tl.where(chunk < _BEFORE_4, start, _FOURTH + (chunk - _BEFORE_4) * _SIZE_4)
 
 
 @triton.jit
 def chunk_of(position):
     """Returns the chunk of a position."""
-    second = _BEFORE_SECOND + (position - _FIRST) // _MIDDLE
-    third = _BEFORE_THIRD + (position - _SECOND) // _LONG
-    return tl.where(position < _FIRST, position // _SHORT, tl.where(position < _SECOND, second, third))
+    chunk = tl.where(position < _SECOND, position // _SIZE_1, _BEFORE_2 + (position - _SECOND) // _SIZE_2)
+    chunk = tl.where(position < _THIRD, chunk, _BEFORE_3 + (position - _THIRD) // _SIZE_3)
+    return tl.where(position < _FOURTH, chunk, _BEFORE_4 + (position - _FOURTH) // _SIZE_4)
 
 
 @triton.jit
