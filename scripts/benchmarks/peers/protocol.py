@@ -59,11 +59,14 @@ class Answer:
         stamps: (seconds since the request, CPU seconds of the process by then, sequence, number of tokens
             that came).
         passes: forwards of the target after the first token; None: as many as there are later stamps.
+        prepared: whether the engine made or captured stages within the answer, so that the same request is
+            faster when it comes again.
     """
 
     tokens: list[list[int]]
     stamps: list[tuple[float, float, int, int]] = field(default_factory=list)
     passes: int | None = None
+    prepared: bool = False
 
 
 class Clock:

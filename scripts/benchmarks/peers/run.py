@@ -202,6 +202,9 @@ class Comparison:
             loaded.warm.add(place)
         others = OtherPrograms(process.pid, os.getpid())
         answer = process.generate(request)
+        if answer.prepared and self._on_gpu:
+            others = OtherPrograms(process.pid, os.getpid())
+            answer = process.generate(request)
         share = others.share()
         self._turns.pause()
         if any(len(tokens) != request.new_tokens for tokens in answer.tokens):

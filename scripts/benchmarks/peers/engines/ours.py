@@ -42,11 +42,12 @@ class Engine:
         self._engine = triforce_tree.load(
             load.target, draft, drafter=head, dtype=load.dtype, **load_arguments(options)
         )
+        self._captured: float | None = None
 
     def generate(self, request: Request) -> Answer:
         drawn = {"temperature": request.temperature, "top_k": 0, "top_p": 1.0, "seed": request.seed}
         clock = Clock(len(request.prompts))
-        self._engine.generate(
+        out = self._engine.generate(
             request.prompts,
             max_new_tokens=request.new_tokens,
             eos_token_id=[],
@@ -54,4 +55,6 @@ class Engine:
             streamer=[Streamer(clock, number) for number in range(len(request.prompts))],
             **(drawn if request.temperature > 0 else {}),
         )
+        clock.answer.prepared = out.capture_seconds != self._captured
+        self._captured = out.capture_seconds
         return clock.answer
