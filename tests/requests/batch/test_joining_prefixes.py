@@ -89,6 +89,28 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int, fed: list[int]) -> 
     assert coming.outputs[0].reused_tokens == DOCUMENT
 
 
+class Late(Coming):
+    """Prompts that join one by one, each when the batch has asked for it six times."""
+
+    asked = 0
+
+    def next(self, fits: Fits) -> Joined | None:
+        self.asked += 1
+        return super().next(fits) if self.asked % 6 == 0 else None
+
+
+def test_a_prefix_is_shared_for_a_while() -> None:
+    """On a CPU, forwards repeat the noted calls of a forward, but not while sequences share a prefix."""
+    engine = triforce_tree.load(levels=1, dtype="float32", advanced={"prefill_chunk": CHUNK})
+    prompts, new = [asked(FIRST, 0), asked(FIRST, 1), asked(FIRST, 2)], [60, 8, 8]
+    alone = [
+        engine.generate([prompt], max_new_tokens=limit, do_sample=False).sequences[0, -limit:].tolist()
+        for prompt, limit in zip(prompts, new, strict=True)
+    ]
+    coming = Late([Joined(prompt, limit) for prompt, limit in zip(prompts, new, strict=True)], 2)
+    assert decoded(engine, coming, max_new_tokens=new[0]) == alone
+
+
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(("prompts", "rows"), [(PROMPTS, 3), (2 * AGAIN, 2)], ids=["new", "again"])
 def test_level_1_retrieves_as_over_copies(

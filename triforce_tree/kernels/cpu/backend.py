@@ -109,6 +109,11 @@ class _Prefixes:
         self._own = _Trees(prefixes.own)
         self._shared: dict[tuple[int, int, int], _Trees] = {}
 
+    @property
+    def repeats(self) -> bool:
+        """See ``_Trees``: while no sequences share a prefix."""
+        return not self._prefixes.prefixes
+
     def over(self, plan: Plan) -> Self:
         raise NotImplementedError("attention to shared prefixes has only one plan")
 

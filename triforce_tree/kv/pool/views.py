@@ -25,7 +25,6 @@ class PooledView(TreeAttentionView):
     """
 
     store: PooledStore
-    _repeats = False
 
     def __init__(
         self,
@@ -81,7 +80,6 @@ class PooledRetrievalView(PagedRetrievalView):
     """
 
     store: PooledStore
-    _repeats = False
 
     def __init__(
         self,
