@@ -86,6 +86,18 @@ def test_what_computes_otherwise_is_left_alone() -> None:
         torch.testing.assert_close(clone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_that_are_not_dense() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    for linear in model.modules():
+        if isinstance(linear, nn.Linear):
+            linear.weight = nn.Parameter(linear.weight.detach().mT.contiguous().mT)
+    clone, changed = fused(model)
+    assert "mlp" in changed
+    ids = torch.randint(90, (1, 7))
+    with torch.no_grad():
+        torch.testing.assert_close(clone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_hooks_on_projections_are_kept() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
     seen: list[Tensor] = []

@@ -8,6 +8,7 @@ from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host import linears as host_linear
+from triforce_tree.models.host import matrices
 from triforce_tree.models.host.gguf_linears import GgufLinear
 from triforce_tree.models.host.linears import use_few_row_linears
 
@@ -113,7 +114,7 @@ def test_memory_limits_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     for share, dtype in ((0.25, torch.bfloat16), (0.0, torch.float32)):
         model = nn.Sequential(nn.Linear(32, 48, bias=False))
         model[0].weight = nn.Parameter(weight)
-        monkeypatch.setattr(host_linear, "_MOST_MEMORY", share)
-        host_linear._narrowed.clear()
+        monkeypatch.setattr(matrices, "_MOST_MEMORY", share)
+        matrices._narrowed.clear()
         use_few_row_linears(model)
-        assert vars(model[0])["forward"].args[1].matrix().weight.dtype == dtype
+        assert matrices.matrix_of(model[0]).weight.dtype == dtype

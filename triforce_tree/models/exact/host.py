@@ -16,12 +16,8 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host.layers import use_fused_layers
-from triforce_tree.models.host.linears import (
-    FewRowMatrix,
-    few_row_weight,
-    is_plain_linear,
-    use_few_row_linears,
-)
+from triforce_tree.models.host.linears import is_plain_linear, use_few_row_linears
+from triforce_tree.models.host.matrices import matrix_of
 from triforce_tree.models.model_copy import text_decoder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,10 +45,8 @@ def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
     replaced = use_few_row_linears(model)
     if replaced:
         use_fused_layers(model, replaced, exact=True)
-    weights: dict[nn.Linear, FewRowMatrix] = {layer: few_row_weight(layer) for layer in replaced}
     for layer in [*replaced, *(module for module in model.modules() if is_plain_linear(module))]:
-        forward = partial(_linear, layer, weights.get(layer))
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
     decoder = text_decoder(model)
     for module in {*decoder.modules(), *model.children()}:
         leaf = not module._modules and "forward" not in vars(module)
@@ -61,11 +55,8 @@ def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
-    if weight is not None:
-        return fp32.linear(x, weight.matrix())
-    bias = None if layer.bias is None else layer.bias.float()
-    return fp32.linear(x.float(), fp32.matrix(layer.weight.contiguous(), bias)).to(x.dtype)
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return fp32.linear(x.float(), matrix_of(layer)).to(x.dtype)
 
 
 def _by_rows(own: Callable[..., Any], x: Tensor, *args: Any, **keywords: Any) -> Any:

@@ -16,7 +16,7 @@ from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host.layers import equal, gated_parts, norm_epsilon
-from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
+from triforce_tree.models.host.matrices import matrix_of
 from triforce_tree.models.model_copy import hooked
 from triforce_tree.models.running_forward import running, running_forward
 
@@ -31,9 +31,9 @@ class _Parts:
 
     norms: tuple[nn.Module, nn.Module]
     eps: tuple[float, float]
-    projections: Sequence[FewRowMatrix]
-    output: FewRowMatrix
-    mlp: Sequence[FewRowMatrix]
+    projections: Sequence[nn.Linear]
+    output: nn.Linear
+    mlp: Sequence[nn.Linear]
 
 
 def use_fused_decoder_layers(
@@ -77,8 +77,8 @@ def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[n
         return None
     if eps[0] is None or eps[1] is None or len(mlp._modules) > len(gated) + 1:
         return None
-    *projections, output = map(few_row_weight, linears)
-    return _Parts((first, second), (eps[0], eps[1]), projections, output, list(map(few_row_weight, gated)))
+    *projections, output = linears
+    return _Parts((first, second), (eps[0], eps[1]), projections, output, gated)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
 def _tried(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
     """Returns how the layer attends if our functions give the same results for random inputs, else None."""
     generator = torch.Generator().manual_seed(0)
-    heads = [by.matrix().weight.shape[0] for by in parts.projections]
+    heads = [projection.out_features for projection in parts.projections]
     dim = getattr(layer.self_attn, "head_dim", None)
     if not isinstance(dim, int) or any(outs % dim for outs in heads):
         return None
@@ -145,15 +145,14 @@ def _forward(
     dim = layer.self_attn.head_dim
     # Families that rotate a part of each head have narrower cosines and sines.
     if not args and position_embeddings is not None and position_embeddings[0].shape[-1] == dim:
-        q, k, v = parts.projections
+        q, k, v = map(matrix_of, parts.projections)
         norm = Norm(parts.norms[0]._parameters["weight"], parts.eps[0])  # type: ignore[arg-type]
-        made = project(x, norm, (q.matrix(), k.matrix(), v.matrix()), *position_embeddings)
+        made = project(x, norm, (q, k, v), *position_embeddings)
     if made is None:
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
     attended = running.attention(*made, params).flatten(2)
-    gate, up, down = parts.mlp
     norm = Norm(parts.norms[1]._parameters["weight"], parts.eps[1])  # type: ignore[arg-type]
-    mlp = gate.matrix(), up.matrix(), down.matrix()
-    out = finish(attended.contiguous(), x, norm, parts.output.matrix(), *mlp)
+    gate, up, down = map(matrix_of, parts.mlp)
+    out = finish(attended.contiguous(), x, norm, matrix_of(parts.output), gate, up, down)
     assert out is not None, "arguments that fitted before the attention fit after it"
     return out

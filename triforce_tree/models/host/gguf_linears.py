@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.linear import Blocks
+from triforce_tree.models.host.matrices import matrix_of
 
 UNPACKED_ROWS = 256
 """Fewest rows for which it pays to make an fp32 copy of packed weights."""
@@ -29,24 +30,11 @@ class GgufLinear(nn.Linear):
         self.in_features, self.out_features = blocks.ins(weight), weight.shape[0]
         self.blocks, self.weight = blocks, weight
         self.register_parameter("bias", bias)
-        self._matrix = self._made()
-
-    def _made(self) -> fp32.Matrix:
-        bias = None if self.bias is None else self.bias.detach()
-        return fp32.matrix(self.weight.detach(), bias, blocks=self.blocks)
-
-    def matrix(self) -> fp32.Matrix:
-        """Returns the matrix in the form that the C kernel reads."""
-        # The addresses of a copy are others. ``self.weight`` would take longer than its address.
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        at, bias_at = self._matrix.fields[:2]
-        same = weight.data_ptr() == at and (0 if bias is None else bias.data_ptr()) == bias_at  # type: ignore[union-attr]
-        return self._matrix if same else self._made()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() >= UNPACKED_ROWS * x.shape[-1] and onednn.multiplies_many_rows():
-            return onednn.linear(x, fp32.widened(self.matrix()), self.bias)
-        return fp32.linear(x, self.matrix())
+            return onednn.linear(x, fp32.widened(matrix_of(self)), self.bias)
+        return fp32.linear(x, matrix_of(self))
 
 
 class GgufEmbedding(nn.Embedding):

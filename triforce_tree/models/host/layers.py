@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
-from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
+from triforce_tree.models.host.matrices import matrix_of
 from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, with_global
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -51,7 +51,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
         elif (parts := gated_parts(module, few_row)) is not None:
             gate, up, down = parts
             many = None if exact else MethodType(own, module)
-            forward = partial(_mlp, many, down, few_row_weight(gate), few_row_weight(up))
+            forward = partial(_mlp, many, down, gate, up)
             _replace(module, forward, gate.in_features)
         elif ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
             if type(module) not in rotaries:
@@ -118,7 +118,7 @@ def gated_parts(
 
 
 def _mlp(
-    many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: FewRowMatrix, up: FewRowMatrix, x: Tensor
+    many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: nn.Linear, up: nn.Linear, x: Tensor
 ) -> Tensor:
     """Computes a gated MLP. More than ``MOST_ROWS`` rows are computed by ``many`` or, if it is None, by our
     function in parts.
@@ -126,9 +126,9 @@ def _mlp(
     if x.numel() > MOST_ROWS * x.shape[-1]:
         if many is not None:
             return many(x)
-        parts = [gated(rows, gate.matrix(), up.matrix()) for rows in x.flatten(0, -2).split(MOST_ROWS)]
+        parts = [gated(rows, matrix_of(gate), matrix_of(up)) for rows in x.flatten(0, -2).split(MOST_ROWS)]
         return down(torch.cat(parts).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
-    out: Tensor = down(gated(x, gate.matrix(), up.matrix()))
+    out: Tensor = down(gated(x, matrix_of(gate), matrix_of(up)))
     return out
 
 
