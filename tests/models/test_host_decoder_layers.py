@@ -22,7 +22,7 @@ from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host.linears import Int8Linear
-from triforce_tree.models.step_model import StepModel, int8_step_model, step_model
+from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
 
 pytestmark = pytest.mark.skipif(
     fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
@@ -97,7 +97,7 @@ def test_weights_of_8_bits(tied: bool) -> None:
     """All linear layers and the head have them; fused layers compute what the same weights give in fp32."""
     model = made(LlamaConfig, tie_word_embeddings=tied)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    step = int8_step_model(HFModel(model))
+    step = low_bit_model(HFModel(model), 8, False, ())
     assert fused_layers(step) == 2
     rounded = copy.deepcopy(model)
     rounded.config.tie_word_embeddings = False

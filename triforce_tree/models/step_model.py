@@ -238,20 +238,15 @@ def step_model(
     return step
 
 
-def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
-    """Returns the forwards over fixed buffers of an fp32 model on the CPU with 8-bit weights, for level 1."""
-    copied = int8_copy(model.model)
-    return _host_step(widen(copied) if model.widens else copied, model, features)
-
-
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
     """Returns the forwards of the target on a copy of its weights with ``bits`` 8 or 4, for level 1."""
-    if bits == 8 and target.streamed is None and has_int8_kernel(target.device, target.dtype):
-        return int8_step_model(target, features)
+    by_host = bits == 8 and target.streamed is None and has_int8_kernel(target.device, target.dtype)
     bring = target.streamed.bring if target.streamed is not None else None
-    clone = low_bit_copy(target.model, bits, bring)
+    clone = int8_copy(target.model) if by_host else low_bit_copy(target.model, bits, bring)
     if target.widens:
         widen(clone)
+    if by_host:
+        return _host_step(clone, target, features)
     by_kernels = compiled and _by_kernels(clone, target)
     compiled = compiled and not by_kernels
     step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
