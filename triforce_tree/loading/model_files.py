@@ -48,18 +48,20 @@ class Checkpoint:
     Attributes:
         folder: the folder of the files.
         config: the model's configuration.
+        model: the model on the meta device.
         shapes: the shape of every tensor, from the headers of the weight files.
         stored: total bytes of the weight files.
     """
 
     folder: Path
     config: PreTrainedConfig
+    model: torch.nn.Module
     shapes: dict[str, list[int]]
-    stored: int = 0
+    stored: int
 
     def mismatch(self) -> str:
         """Describes the first weight whose shape differs from the one by ``config``, or returns ""."""
-        for name, weight in _on_meta(self.config).state_dict().items():
+        for name, weight in self.model.state_dict().items():
             stored, expected = self.shapes.get(name), list(weight.shape)
             if stored not in (None, expected):
                 return f"{name} is {stored} in the checkpoint and {expected} by config.json"
@@ -108,9 +110,8 @@ def checked(source: str | Path) -> Checkpoint:
         # The folder of a hub snapshot is named after its commit: weights come from the checked revision.
         downloaded(str(source), names, folder.name)
     shapes = _shapes(folder, names)
-    checkpoint = Checkpoint(folder, config, shapes, sum((folder / name).stat().st_size for name in names))
-    _check_bytes(checkpoint, source)
-    return checkpoint
+    model = _plausible_model(config, shapes, source)
+    return Checkpoint(folder, config, model, shapes, sum((folder / name).stat().st_size for name in names))
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -185,20 +186,21 @@ def skeleton(config: PreTrainedConfig, source: str | Path) -> torch.nn.Module:
         ValueError: the model's class cannot be constructed from ``config``.
     """
     try:
-        return _on_meta(config)
+        with torch.device("meta"):
+            model: torch.nn.Module = auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # third-party code may raise anything on values of unknown origin
         raise _unusable(source, error) from error
-
-
-def _on_meta(config: PreTrainedConfig) -> torch.nn.Module:
-    with torch.device("meta"):
-        model: torch.nn.Module = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
-def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
-    """Raises ValueError if a configuration has far more layers or weights than the checkpoint."""
-    config, shapes = checkpoint.config, checkpoint.shapes
+def _plausible_model(
+    config: PreTrainedConfig, shapes: dict[str, list[int]], source: str | Path
+) -> torch.nn.Module:
+    """Makes the model on the meta device.
+
+    Raises:
+        ValueError: as for :func:`skeleton`, or ``config`` has far more layers or weights than the checkpoint.
+    """
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     stored = sum(torch.Size(shape).numel() for shape in shapes.values())
     again = "copy or download both again"
@@ -214,6 +216,7 @@ def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
             f"config.json of {str(source)!r} describes {described} weights, its checkpoint holds {stored}; "
             f"{again}"
         )
+    return model
 
 
 def _unusable(source: str | Path, error: Exception) -> ValueError:

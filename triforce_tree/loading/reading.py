@@ -27,7 +27,7 @@ from triforce_tree.loading.model_folder import (
     in_one_line,
 )
 from triforce_tree.models.host.widened import widens
-from triforce_tree.models.model_copy import text_decoder
+from triforce_tree.models.model_copy import parameter_bytes, text_decoder
 from triforce_tree.option_checks import DTYPE_NAMES
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.progress_log import logged
@@ -112,10 +112,10 @@ class ModelFiles:
             checkpoint = checked(base)
             if adapter is not None and adapter != Path(source):
                 downloaded(str(source), [ADAPTER_WEIGHTS], adapter.name)
-        config = checkpoint.config
+        config, model = checkpoint.config, checkpoint.model
         method = _method(config)
         if dtype is None:
-            own = device.type != "cpu" or (method is None and widens(_in_dtype(config, source, None)))
+            own = device.type != "cpu" or (method is None and widens(_in_dtype(model, config, None)))
             dtype = "auto" if own else torch.float32
         arguments = {
             "pretrained_model_name_or_path": checkpoint.folder,
@@ -123,7 +123,7 @@ class ModelFiles:
             "dtype": dtype,
             "use_safetensors": True,
         }
-        size = checkpoint.stored if method is not None else _bytes(config, source, dtype)
+        size = checkpoint.stored if method is not None else parameter_bytes(_in_dtype(model, config, dtype))
         size += (adapter / ADAPTER_WEIGHTS).stat().st_size if adapter is not None else 0
         return cls(source, config, dtype, size, method, checkpoint, arguments, adapter)
 
@@ -132,7 +132,8 @@ class ModelFiles:
         """Returns the files for a GGUF file whose weights are not in the cache of unpacked weights."""
         config = gguf_configuration(path)
         arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype, device)}
-        return cls(path, config, dtype, _bytes(config, path, dtype), None, None, arguments)
+        size = parameter_bytes(_in_dtype(skeleton(config, path), config, dtype))
+        return cls(path, config, dtype, size, None, None, arguments)
 
     def read(self, device: torch.device, merged: bool = False) -> PreTrainedModel:
         """Loads the model onto a device.
@@ -201,7 +202,7 @@ class ModelFiles:
 
     def skeleton(self) -> PreTrainedModel:
         """Makes the model, not quantised, on the meta device, which takes no memory for weights."""
-        model: PreTrainedModel = _in_dtype(self.config, self.source, self.dtype)
+        model: PreTrainedModel = _in_dtype(skeleton(self.config, self.source), self.config, self.dtype)
         return model
 
     def _lacks_package(self, error: ImportError) -> ValueError:
@@ -237,13 +238,9 @@ def _kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> int:
-    return sum(weight.nbytes for weight in _in_dtype(config, source, dtype).parameters())
-
-
-def _in_dtype(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> Any:
+def _in_dtype(model: Any, config: PreTrainedConfig, dtype: torch.dtype | str | None) -> Any:
+    """Converts a model to a dtype, or to that of its configuration (fp32 if there is none). Returns it."""
     kind = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
-    model: Any = skeleton(config, source)
     return model.to(kind if isinstance(kind, torch.dtype) else torch.float32)
 
 
