@@ -57,19 +57,21 @@ _DRAFT_WINDOW = StreamingConfig.window
 _OF_A_CALL = (
     "out", "seconds", "steps", "json", "device", "log_every", "save_every", "evaluate", "windows", "new",
 )  # fmt: skip
-KINDS: dict[str, Callable[[Teacher, argparse.Namespace], nn.Module]] = {
-    "eagle3": lambda teacher, args: EagleNetwork(
-        teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
-    ),
-    "p-eagle": lambda teacher, args: ParallelEagleNetwork(
-        teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
-    ),
-    "mtp": lambda teacher, args: MtpTraining(teacher, args.depths, Cache(args.sinks, args.window)),
-    "dflash": lambda teacher, args: BlockTraining(teacher, args.depths, args.layers, args.mlp, args.window),
-    "draft": lambda teacher, args: DraftTraining(
-        teacher, args.hidden, args.layers, args.head_dim, args.mlp, Cache(args.sinks, args.window)
-    ),
-}
+KINDS = ("eagle3", "p-eagle", "mtp", "dflash", "draft")
+
+
+def network_of(teacher: Teacher, args: argparse.Namespace) -> nn.Module:
+    """Returns the network that learns, of the kind ``args.kind``."""
+    cache = Cache(args.sinks, args.window)
+    match args.kind:
+        case "mtp":
+            return MtpTraining(teacher, args.depths, cache)
+        case "dflash":
+            return BlockTraining(teacher, args.depths, args.layers, args.mlp, args.window)
+        case "draft":
+            return DraftTraining(teacher, args.hidden, args.layers, args.head_dim, args.mlp, cache)
+    eagle = ParallelEagleNetwork if args.kind == "p-eagle" else EagleNetwork
+    return eagle(teacher, args.depths, args.mlp, args.own_head, cache)
 
 
 class Training:
@@ -173,7 +175,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--kind", choices=list(KINDS), default="eagle3", help="what to train")
+    add("--kind", choices=KINDS, default="eagle3", help="what to train")
     add("--target", default=str(PAIR / "target"), help="folder, GGUF file or hub id of the target")
     add("--data", type=Path, required=True, help="tokens by kind of text, which text.py writes")
     add("--written", type=Path, help="tokens that the target wrote, by kinds.samples")
@@ -249,7 +251,7 @@ def main(words: Sequence[str] | None = None) -> Record:
     if longest > most:
         sys.exit(f"--contexts and --evaluate: {longest} is more than the target's {most} positions; lower it")
     torch.manual_seed(args.seed)
-    network: Any = KINDS[args.kind](teacher, args)
+    network: Any = network_of(teacher, args)
     folder = DrafterFolder(args.out, settings_of(args), *([FILE] if args.kind == "mtp" else []))
     training = Training(args, folder, lambda line: print(line, file=sys.stderr, flush=True))
     # The texts after a break are others than those before it.
