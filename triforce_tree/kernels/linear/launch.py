@@ -81,7 +81,6 @@ def linears(
     biases: Sequence[Tensor],
     counters: Sequence[Tensor],
     bits: int,
-    config: LinearConfig | None = None,
 ) -> Tensor:
     """Computes up to ``MOST_FUSED`` layers of the same x in one launch.
 
@@ -94,7 +93,7 @@ def linears(
     Returns:
         the outputs of all layers, concatenated to ``[..., sum of outs]``.
     """
-    return _linears(x, weights, scales, biases, counters, bits, _config_numbers(config))
+    return _linears(x, weights, scales, biases, counters, bits, [])
 
 
 @operator("few_row_linear", writes=("counters",))

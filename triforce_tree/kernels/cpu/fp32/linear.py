@@ -90,14 +90,10 @@ def matrix(
     return Matrix(weight, bias, scales, blocks, (weight.data_ptr(), bias_at, scales_at, kind))
 
 
-def unpacked(weight: Tensor, blocks: Blocks, out: Tensor | None = None) -> Tensor:
-    """Returns packed rows uint8 ``[outs, bytes]`` as fp32 ``[outs, ins]``, the values of the package gguf.
-
-    Args:
-        out: dense fp32 memory for the result; by default new memory.
-    """
+def unpacked(weight: Tensor, blocks: Blocks) -> Tensor:
+    """Returns packed rows uint8 ``[outs, bytes]`` as fp32 ``[outs, ins]``, the values of the package gguf."""
     outs, ins = weight.shape[0], blocks.ins(weight)
-    out = torch.empty(outs, ins, dtype=torch.float32, device="cpu") if out is None else out
+    out = torch.empty(outs, ins, dtype=torch.float32, device="cpu")
     own = usable(out)
     assert own is not None, "blocks are used only with the C library"
     assert weight.is_contiguous(), "weights must be dense"
