@@ -127,7 +127,8 @@ class RecomputedWindow:
 
     def choose_rope(self, sequences: Sequence[Sequence[int]]) -> None:
         if self._rope is not None:
-            self._rope.choose_for_window(self.store.slots)
+            # The draft model's positions never exceed those of its window.
+            self._rope.choose_for_texts([self.store.slots])
 
     def start(self, b: int, sequence: Sequence[int]) -> None:
         # Every tree processes the newest ``refeed`` tokens again. A sequence shorter than this counts as

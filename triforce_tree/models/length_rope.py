@@ -130,10 +130,6 @@ class LengthRope:
         for used, sets in self._frequencies.values():
             used.copy_(sets[int(long)])
 
-    def choose_for_window(self, positions: int) -> None:
-        """Chooses the set for a draft model, whose positions never exceed those of its window."""
-        self.choose(self.kind == "longrope" and positions > self.original)
-
     def attach(self, copy: nn.Module) -> None:
         """Makes the rotary modules of a copy of the model use the chosen set, permanently."""
         for name in self._names:
