@@ -4,6 +4,7 @@ Copies have new module objects, so the user's model is never changed.
 """
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,9 +180,17 @@ def class_forward(module: nn.Module) -> Any:
     return forward
 
 
-def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> FunctionType:
-    """Returns a copy of a function that finds ``value`` under a global name."""
-    names = {**forward.__globals__, name: value}
+def rotary_of(forward: Any) -> Callable[..., Any] | None:
+    """Returns the function that an attention module's forward finds as :data:`ROTARY`, or None if there is
+    none or the forward is wrapped.
+    """
+    plain = isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward
+    return forward.__globals__.get(ROTARY) if plain else None
+
+
+def with_rotary(forward: Any, rotary: Callable[..., Any]) -> FunctionType:
+    """Returns a copy of an attention module's forward that finds ``rotary`` as :data:`ROTARY`."""
+    names = {**forward.__globals__, ROTARY: rotary}
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made

@@ -18,7 +18,7 @@ from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
 from triforce_tree.models.host.matrices import matrix_of
-from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, with_global
+from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, rotary_of, with_rotary
 
 _EPSILONS = ("variance_epsilon", "eps")
 _TRIED_ROWS, _TRIED_DIM = 3, 8
@@ -132,15 +132,14 @@ def _mlp(
     return out
 
 
-def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
+def _with_rotary(forward: Any) -> FunctionType | None:
     """Returns an attention module's forward that calls our rotary embedding in place of transformers'
     function.
 
     Returns None if the family's own function computes something else, or if the forward is wrapped.
     """
-    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+    if (own := rotary_of(forward)) is None:
         return None
-    own = forward.__globals__.get(ROTARY)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, _TRIED_ROWS), (1, _TRIED_ROWS), (_TRIED_ROWS,), (_TRIED_ROWS,))
     tried = [
@@ -148,7 +147,7 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
         for shape in shapes
     ]
     try:
-        expected, found = own(*tried), fp32.rotary(*tried)  # type: ignore[misc]
+        expected, found = own(*tried), fp32.rotary(*tried)
     except (TypeError, RuntimeError, ValueError):
         return None
     if found is None or not all(map(equal, found, expected)):
@@ -156,6 +155,6 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **keywords: Any) -> Any:
         fused = None if args or keywords else fp32.rotary(q, k, cos, sin)
-        return own(q, k, cos, sin, *args, **keywords) if fused is None else fused  # type: ignore[misc]
+        return own(q, k, cos, sin, *args, **keywords) if fused is None else fused
 
-    return with_global(forward, ROTARY, rotary)
+    return with_rotary(forward, rotary)

@@ -28,8 +28,9 @@ from triforce_tree.models.model_copy import (
     class_forward,
     hooked,
     listed_layers,
+    rotary_of,
     text_decoder,
-    with_global,
+    with_rotary,
 )
 
 # Sizes of stand-ins: rows, features, and elements of a head.
@@ -268,15 +269,14 @@ def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:
     return partial(_mlp, module, separate, partial(gated, activation=activation))
 
 
-def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionType | None:
+def _with_rotary(forward: Any, dtype: torch.dtype) -> FunctionType | None:
     """Returns an attention module's forward that calls our rotary embedding in place of transformers'
     function.
 
     Returns None if the family's own function computes something else, or if the forward is wrapped.
     """
-    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+    if (own := rotary_of(forward)) is None:
         return None
-    own: Any = forward.__globals__.get(ROTARY)
     # The keys are the dtypes that cos and sin may have: that of q, or a wider one.
     fits = {kind: _rotates(own, dtype, kind, _HEAD) for kind in {dtype, torch.float32}}
     partly = {kind: _rotates(own, dtype, kind, _HEAD // 2) for kind in fits}
@@ -291,7 +291,7 @@ def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionTyp
             return rotary(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **keywords)
 
-    return with_global(forward, ROTARY, rotated)
+    return with_rotary(forward, rotated)
 
 
 def _rotates(own: Any, dtype: torch.dtype, kind: torch.dtype, width: int) -> bool:
