@@ -131,13 +131,6 @@ def _mamba_tokens(
     return out.to(x.dtype), dt
 
 
-def _mamba_chunks(own: Callable[..., Any]) -> Scan:
-    """Returns the form ``tokens`` for prompts too, because transformers' own function takes no initial
-    state.
-    """
-    return _mamba_tokens
-
-
 def convolution_tokens(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns a causal convolution over a decoding pass, in place of transformers' own.
 
@@ -157,7 +150,8 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 SCANS: dict[str, tuple[Scan, Callable[[Callable[..., Any]], Scan]]] = {
     "mamba2_chunk_scan": (_mamba2_tokens, _mamba2_chunks),
-    "mamba_selective_scan": (_mamba_tokens, _mamba_chunks),
+    # transformers' own function takes no initial state.
+    "mamba_selective_scan": (_mamba_tokens, lambda own: _mamba_tokens),
     "torch_chunk_gated_delta_rule": (_delta_tokens, _delta_chunks),
     "chunk_kimi_delta_attention": (_delta_tokens, _delta_chunks),
 }
