@@ -193,14 +193,9 @@ def commit() -> str | None:
         return None
 
 
-def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
-    """Returns the share of a text's n-grams that occur earlier in it: 0 without repetition, nearly 1 in a
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Returns the share of a text's 8-grams that occur earlier in it: 0 without repetition, nearly 1 in a
     loop.
     """
-    seen: set[tuple[int, ...]] = set()
-    repeated = 0
-    for start in range(len(tokens) - n + 1):
-        gram = tuple(tokens[start : start + n])
-        repeated += gram in seen
-        seen.add(gram)
-    return repeated / max(1, len(tokens) - n + 1)
+    grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
+    return (len(grams) - len({*grams})) / max(1, len(grams))

@@ -79,14 +79,11 @@ class Comparison:
         elif self.identical:
             tokens = "tokens identical"
         else:
-            tokens = self._difference_verdict()
+            tokens = difference_verdict(self.first_difference or 0, self.difference)
         ours, baseline = ms_per_token(self.ours), ms_per_token(self.baseline)
         if ours is None or baseline is None or self.speedup is None:
             return tokens
         return f"{self.speedup:.2f}x: {ours:.1f} ms a token, target alone {baseline:.1f} ms; {tokens}"
-
-    def _difference_verdict(self) -> str:
-        return difference_verdict(self.first_difference or 0, self.difference)
 
 
 def difference_verdict(token: int, found: Difference | None) -> str:

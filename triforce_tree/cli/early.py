@@ -139,7 +139,7 @@ def _prompt(args: argparse.Namespace) -> None:
 
 def _measured(args: argparse.Namespace) -> None:
     if getattr(args, "plot", None):
-        check_picture("--plot", args.plot)
+        check_picture(args.plot)
     if args.out:
         check_writable(args.out)
     _engine(args)

@@ -106,11 +106,8 @@ def check_writable(path: str | Path) -> Path:
     return path
 
 
-def check_picture(option: str, path: str | Path) -> None:
-    """Checks that a picture can be written.
-
-    Args:
-        option: the name of the option for the message.
+def check_picture(path: str | Path) -> None:
+    """Checks that the picture of the option ``--plot`` can be written.
 
     Raises:
         ValueError: the suffix is no image format of matplotlib, or matplotlib is not installed.
@@ -120,4 +117,4 @@ def check_picture(option: str, path: str | Path) -> None:
         raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
     check_writable(path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib; pip install matplotlib, or leave {option} out")
+        raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
