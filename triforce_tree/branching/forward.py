@@ -23,7 +23,7 @@ class TreeForward:
 
     Args:
         model: the target's forwards; every call is inside ``Engine.generation``.
-        shapes: of the target's layers, with their windows.
+        shapes: the shapes of the target's layers, with their windows.
         pages: keys and values.
         sizes: capacities.
     """
@@ -50,7 +50,7 @@ class TreeForward:
         """Returns logits ``[T, V]``. Stores the keys and values of tokens that are not stored yet.
 
         Args:
-            layout: of the forward; the nodes own pages for its tokens.
+            layout: the layout of the forward; the nodes own pages for its tokens.
             tokens: int64 ``[T]`` on the device, or None for the tokens that the nodes have.
             places: int64 ``[T]``, the queries of the layout to which ``tokens`` and the result belong.
         """

@@ -13,11 +13,11 @@ class Node:
     Nodes are made by :meth:`TextTree.fork`. A node without children can be extended.
 
     Attributes:
-        parent: None for the root, which begins with the prompt, and for nodes that were pruned.
-        children: in the order in which they were made.
+        parent: the node before; None for the root, which begins with the prompt, and for pruned nodes.
+        children: the nodes that continue the text, in the order in which they were made.
         tokens: the node's own token ids.
         start: the number of tokens of all earlier nodes, which is the position of the first own token.
-        logprobs: of the own tokens under the target; None where they are not known.
+        logprobs: the log-probabilities of the own tokens under the target; None where they are not known.
         alive: whether the node is in a tree.
         pages: the pages of KV slots of the own tokens.
         stored: how many own tokens have keys and values, counted from the first one.

@@ -38,7 +38,8 @@ class Branch:
         tokens: the new token ids, an EOS token included.
         text: what they add to the leaf's text, without special tokens and the EOS token; None without a
             tokenizer.
-        logprobs: of each new token under the target's raw logits, which no sampling option changes.
+        logprobs: the log-probability of each new token under the target's raw logits, which no sampling
+            option changes.
         finish_reason: "eos", "stop" or "length".
     """
 
@@ -66,9 +67,9 @@ class TextTree:
         progress: called with the number of prompt tokens of each chunk as it is prefilled.
 
     Attributes:
-        root: begins with the prompt.
-        max_bytes: memory for keys and values.
-        decode_seconds: of the last :meth:`generate`, without the preparation of its options.
+        root: the node that begins with the prompt.
+        max_bytes: the bytes of memory for keys and values.
+        decode_seconds: the seconds of the last :meth:`generate`, without the preparation of its options.
 
     Raises:
         TreeFullError: ``max_bytes`` does not hold the prompt.

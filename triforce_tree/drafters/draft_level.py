@@ -29,7 +29,7 @@ class DraftLevel:
     Attributes:
         model: the draft model; None for other drafters.
         own: the drafter that the user passed; None for a draft model and for suffix matching.
-        changes: of the draft model, or of the modules that the drafter holds.
+        changes: the changes of the draft model, or of the modules that the drafter holds.
         revision: a number that changes when the draft model, or a module that the drafter holds, has changed.
 
     Raises:

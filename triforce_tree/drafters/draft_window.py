@@ -369,7 +369,7 @@ class _Prompt:
     """A ``KVCache`` of one sequence, of whose tokens it keeps the sinks and the newest.
 
     Args:
-        window: of the draft.
+        window: the window of the draft.
         sequence: the batch index.
         length: tokens of the sequence that were read.
         filled: KV slots that hold sinks and newest tokens.

@@ -42,7 +42,7 @@ class StoredSequences:
 
     Args:
         store: the KV slots.
-        states: of recurrent layers; None where there are none.
+        states: the states of recurrent layers; None where there are none.
     """
 
     def __init__(self, store: KVStore, states: RecurrentStates | None) -> None:

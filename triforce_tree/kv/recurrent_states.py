@@ -24,9 +24,9 @@ class RecurrentStates:
     """Holds the states of B sequences after their committed tokens.
 
     Args:
-        shapes: of one sequence.
+        shapes: the shapes of the states of one sequence.
         batch: B.
-        dtype: of the convolutions' inputs; recurrences are fp32.
+        dtype: the dtype of the convolutions' inputs; recurrences are fp32.
 
     Attributes:
         convolutions: ``[B, channels, columns]`` of each convolution.
@@ -185,8 +185,8 @@ class TreePass:
     the tree.
 
     Args:
-        states: at the beginning of the tree.
-        nodes: of the tree.
+        states: the states at the beginning of the tree.
+        nodes: the number of nodes of the tree.
         depth: most nodes of a path.
     """
 
@@ -344,10 +344,11 @@ class RecurrentView:
     """A ``KVView`` of a hybrid model: another view for its attention layers, and the states of the others.
 
     Args:
-        view: for the layers with attention.
-        states: of the recurrent layers.
+        view: the view of the layers with attention.
+        states: the states of the recurrent layers.
         commits: each pass brings one token, which is committed at once (plain decoding).
-        depths: of the new tokens if they are a tree that branches; by default each follows the one before.
+        depths: the depths of the new tokens if they are a tree that branches; by default each follows the
+            one before.
     """
 
     def __init__(
@@ -381,8 +382,8 @@ def _advance(
     """Applies the first ``counts`` tokens, int64 ``[B]``, to states.
 
     Args:
-        inputs: of each convolution, ``[B, channels, T]``.
-        scans: of each recurrence.
+        inputs: the inputs of each convolution, ``[B, channels, T]``.
+        scans: the inputs of each recurrence.
     """
     for number, new in inputs.items():
         kept = states.convolutions[number]

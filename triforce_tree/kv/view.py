@@ -88,7 +88,7 @@ class RetrievalView(KVView, Protocol):
 
         Args:
             queries: T.
-            depths: of the T tokens in their tree.
+            depths: the depths of the T tokens in their tree.
         """
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:

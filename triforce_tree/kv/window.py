@@ -19,7 +19,7 @@ class Window:
             token is as deep as its mask has ancestors.
         queries: T.
         batch: sequences, B.
-        device: of the buffers.
+        device: the device of the buffers.
 
     Attributes:
         size, chunked: ``window`` and ``chunked``.

@@ -60,17 +60,18 @@ class HFModel:
 
     Attributes:
         widens: whether its weights have 16 bits, and forwards compute in fp32 on the CPU.
-        source: what copies are made of: ``model``, or its copy from ``widen``.
-        dtype: in which forwards compute.
-        changes: notices changes of ``model``.
-        revision: differs after each change, except changes of weights in place. Copies must then be made
-            again.
-        weights_revision: differs after weights were changed in place. Copies share the weights.
+        source: the model that copies are made of: ``model``, or its copy from ``widen``.
+        dtype: the dtype that forwards compute in.
+        changes: the record by which changes of ``model`` are noticed.
+        revision: a number that grows with each change, except changes of weights in place. Copies must then
+            be made again.
+        weights_revision: a number that grows when weights are changed in place. Copies share the weights.
         capturable: whether CUDA graphs can hold its forwards; None until tried.
-        parameter_bytes: of the weights.
+        parameter_bytes: the bytes of the weights.
         calls: how each layer with attention attends, by its index.
-        kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
-            With indexers ``kv_layers`` is twice as long: its second half has each layer's indexer.
+        kv_shapes: the shapes of the keys and values of these layers, in their order.
+        kv_layers: the same for every layer of the model, None for a layer without attention. With indexers
+            it is twice as long: its second half has each layer's indexer.
         indexed: whether an indexer chooses what layers attend to.
         states: shapes of the states of recurrent layers; None if there are none.
         layer_outputs: see ``Recorder.outputs``.

@@ -32,7 +32,7 @@ class LengthRope:
 
     Args:
         model: a transformers causal LM in which :meth:`of` has found such a module.
-        names: of its rotary modules.
+        names: the names of its rotary modules.
         original: the original length: the most tokens of a sequence that uses the short set.
         kind: ``longrope`` or ``dynamic``.
 

@@ -25,7 +25,7 @@ class Recorder:
     """A ``KVCache`` that records each layer's call, by layer index.
 
     Args:
-        device: of the model.
+        device: the device of the model.
 
     Attributes:
         calls: parameters and heads of each layer's attention.

@@ -81,11 +81,12 @@ class StepModel:
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
         exact: compiled layers round as uncompiled ones do.
-        codes: of compiled layers, see ``with_own_code``; by default the layers' own, which models share.
+        codes: copies of the code of compiled layers, see ``with_own_code``; by default the layers' own code,
+            which models share.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
-        hidden: by element of ``features``, ``[B, T, hidden_size]``.
+        hidden: the hidden states ``[B, T, hidden_size]`` by element of ``features``.
         scales_queries: whether queries are scaled by their positions.
         by_kernels: whether our kernels compute the layers completely, none of whose states are kept.
         recorded: stands for the layers on a CPU; None if it cannot.

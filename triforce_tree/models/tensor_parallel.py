@@ -35,7 +35,7 @@ class RowParallel(nn.Module):
 
     Args:
         linear: this rank's columns, without the bias.
-        bias: of the full layer, or None.
+        bias: the bias of the full layer, or None.
         shards: number of ranks that share the layer.
     """
 

@@ -26,7 +26,7 @@ class Joined:
         new_tokens: the most new tokens.
         streamer: receives the new tokens; may be None.
         seed: seed of its draws if the batch has a list of seeds; None for no seed.
-        grammar: of its new text; None for none.
+        grammar: the grammar of its new text, or None.
         options: its options of ``PER_PROMPT`` (``requests/options.py``) without ``max_new_tokens``; None for
             those of the first prompt of the batch.
     """

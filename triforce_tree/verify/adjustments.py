@@ -22,7 +22,7 @@ class Adjustments:
     """Adjusts the scores of the nodes of B trees.
 
     Args:
-        kind: which adjustments there are.
+        kind: the adjustments that there are.
         batch: B.
         vocabulary: V.
         device: device of the scores.

@@ -142,7 +142,7 @@ class StageMasks:
     """The masks of the trees of one stage.
 
     Args:
-        masks: of the batch.
+        masks: the masks of the batch.
         nodes: most nodes of a tree.
     """
 

@@ -61,9 +61,9 @@ class SideBySide:
     """Decodes one prompt by all levels and by the target alone, in turns.
 
     Args:
-        program: which holds the prompt, or more of the text than that.
-        to_probs: logits to probabilities.
-        seed: of all draws.
+        program: a program that holds the prompt, or more of the text than that.
+        to_probs: the function from logits to probabilities.
+        seed: the seed of all draws.
         stop: whether to end, asked after each pass.
         stop_tokens: ids that end the text.
 

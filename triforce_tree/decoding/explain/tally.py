@@ -23,10 +23,10 @@ class Node:
     """A node of a drafted tree.
 
     Attributes:
-        token: its id; the root's is the newest token of the sequence.
-        parent: number of its parent; -1 for the root.
-        rank: among its siblings, in the order of their draws.
-        probability: by which the drafter drew it, 1 for one without reported probabilities.
+        token: the token id; the root's is the newest token of the sequence.
+        parent: the number of the parent; -1 for the root.
+        rank: the place among the siblings, in the order of their draws.
+        probability: the drafter's probability of the token; 1 for a drafter that reports none.
     """
 
     token: int
@@ -52,7 +52,7 @@ class AcceptanceTally:
     """Counts what is accepted of a batch of one. It is called after each stage, and waits for the device.
 
     Attributes:
-        depths: by level, then depth from 1 on.
+        depths: the counts by level, then by depth from 1 on.
         tree: the last tree of the drafter that was verified.
     """
 

@@ -26,7 +26,7 @@ class Link:
     """Carries ``rate`` bytes a second in each direction.
 
     Args:
-        device: whose copies it carries.
+        device: the device whose copies it carries.
         rate: bytes a second of a direction; a machine that is slower stays as slow as it is.
         read: bytes a second that the emulated card reads of its own memory, for plans; None for this
             device's.

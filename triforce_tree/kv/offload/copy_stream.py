@@ -19,7 +19,7 @@ class CopyStream:
     """A CUDA stream for copies.
 
     Args:
-        device: whose computation the copies run beside.
+        device: the device whose computation the copies run beside.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -107,7 +107,7 @@ class HostStates:
     """Keeps the hidden states in host memory, and copies chunks in and out during computation.
 
     Args:
-        tokens: of the whole prompt.
+        tokens: the number of tokens of the whole prompt.
         chunk: tokens of each chunk but the last.
     """
 
@@ -153,8 +153,8 @@ class _LayerKV:
     """Is the KV cache of one layer at a time, for the attention of a chunk.
 
     Args:
-        buffer: of layers without a window.
-        rings: of the others, and of recurrent layers.
+        buffer: the memory of layers without a window.
+        rings: the cache of the other layers and of recurrent layers.
     """
 
     def __init__(self, buffer: Tensor | None, rings: PromptCache) -> None:

@@ -39,13 +39,13 @@ class OffloadedCache:
         scratch_slots: slots after the committed ones that forwards may write.
         slots: KV slots for gathered chunks, in front of the window in the same memory.
         chunk: tokens of a chunk of the retrieval, whose mean keys are kept; 0 without a retrieval.
-        columns: of ``means``; see ``RetrievalConfig.columns``.
+        columns: the columns of ``means``; see ``RetrievalConfig.columns``.
         settings: how the cache is split.
         progress: called with bytes of host memory as they are allocated.
 
     Attributes:
-        host_layers: of each layer of the model, its layer of the host store; None for one with a window, and
-            for one without attention.
+        host_layers: for each layer of the model, its layer of the host store; None for a layer with a window
+            or without attention.
         rings: keys and values of the layers with a window.
         store: gathered chunks and window of the others, slots + W KV slots, which the retrieval model attends
             to.
@@ -54,7 +54,7 @@ class OffloadedCache:
         means: ``[layers, B, H_kv, C, columns]``, what is kept of the keys of each chunk before ``base``; None
             without chunks.
         settings: as given; the CPU's shares may be changed between two passes.
-        attention: on the CPU; None where the settings give it no share.
+        attention: the attention on the CPU; None where the settings give it no share.
 
     Raises:
         ValueError: layers without a window have different heads, or the settings give the CPU a share and it

@@ -83,10 +83,10 @@ class OffloadedPrefill:
     until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
 
     Args:
-        cache: whose sequence ``b`` is prefilled.
-        start: its tokens that are in the cache already.
+        cache: the cache whose sequence ``b`` is prefilled.
+        start: the number of its tokens that are in the cache already.
         with_means: tokens of whole chunks before this one have their chunk means already.
-        states: of recurrent layers, if there are any.
+        states: the states of recurrent layers, if there are any.
     """
 
     def __init__(

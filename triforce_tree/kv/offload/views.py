@@ -43,7 +43,7 @@ class OffloadedView(TreeAttentionView):
     """Is a view of an offloaded cache: layers with a window use its rings, subclasses define the others.
 
     Args:
-        cache: of the sequences.
+        cache: the cache of the sequences.
         store: of the layers without a window; the first slot of the cache's device window is slot ``first``
             of it.
         queries, mask, depths: as for ``TreeAttentionView``.

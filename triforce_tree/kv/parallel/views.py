@@ -126,7 +126,7 @@ class SplitRetrievalView(SplitView):
     Args:
         store: this rank's, whose page is the chunk.
         queries, depths: as for :class:`TreeAttentionView`.
-        config: of all ranks together.
+        config: the configuration of all ranks together.
         max_growth: most tokens by which the context grows between two refreshes.
 
     Attributes:

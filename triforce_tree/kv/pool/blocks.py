@@ -22,8 +22,8 @@ class Block:
     Its ``repr`` has no tokens: they are a user's text, which does not belong into a message or a log.
 
     Attributes:
-        tokens: of the chunk; empty for the root.
-        start: position of the first one.
+        tokens: the tokens of the chunk; empty for the root.
+        start: the position of the first token.
         pages: whole pages, which hold the keys and values of the tokens.
         users: sequences that begin with it.
         written: whether the pages hold its keys and values.

@@ -98,8 +98,9 @@ class StreamedExperts:
         device: where it computes.
 
     Attributes:
-        bytes: of the weights, all of them on the host.
-        slot_bytes: of the slots, on the device; ``least_slot_bytes`` without layers that stay.
+        bytes: the bytes of the weights, which are all on the host.
+        slot_bytes: the bytes of the slots on the device; ``least_slot_bytes`` is this without the layers that
+            stay there.
         arrangement: changes with the addresses of the slots, which captured graphs keep.
     """
 

@@ -51,8 +51,9 @@ class StreamedWeights:
         linears: False keeps the linear layers on the device, so that only experts are streamed.
 
     Attributes:
-        bytes: of the weights, all of them on the host.
-        slot_bytes: of the slots, on the device; ``least_slot_bytes`` without experts that stay there.
+        bytes: the bytes of the weights, which are all on the host.
+        slot_bytes: the bytes of the slots on the device; ``least_slot_bytes`` is this without the experts
+            that stay there.
         copies: layers whose linear weights were copied to the device so far.
         experts: the fused experts; empty for models without.
         capturable: whether a CUDA graph can capture a forward: only experts are streamed.
