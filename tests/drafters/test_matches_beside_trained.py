@@ -104,7 +104,7 @@ def test_copies_are_chosen_where_they_are_accepted(tmp_path: Path) -> None:
     engine = triforce_tree.load(TARGET, drafter=folder, levels=2)
     out = engine.generate(PROMPT, max_new_tokens=NEW, temperature=0)
     assert out.sequences[0, len(PROMPT) :].tolist() == EXPECTED
-    assert engine.config.trees[1:] == ("best-first:2,2,1", "best-first:6,6,5,4,3", "lookup:12", "lookup:31")
+    assert engine.config.trees[1:] == ("best-first:2,2,1", "best-first:6,6,5,4,3", "lookup:31")
     assert out.levels[-1].accepted > 0, out.levels
 
 
@@ -115,7 +115,7 @@ TREES = ("best-first:2,2", "best-first:8,8")
 @pytest.mark.parametrize(
     ("options", "others"),
     [
-        ({}, (*TREES, "lookup:12", "lookup:31")),
+        ({}, (*TREES, "lookup:31")),
         ({"other_trees": "lookup:4"}, ("lookup:4",)),
         ({"other_trees": "chain:1 lookup:4"}, ("chain:1", "lookup:4")),
         ({"other_trees": "none"}, ()),

@@ -173,3 +173,41 @@ def test_many_tokens_are_committed_in_a_pass_where_the_text_copies() -> None:
         run.commit(coming[: accepted + 1])
         coming, passes = coming[accepted + 1 :], passes + 1
     assert passes <= len(passage) / 12
+
+
+def test_a_copy_is_drafted_from_the_first_passes_on() -> None:
+    """After the same prompt and half of its answer, the target generates the other half again."""
+    prompt = [rng.randrange(16) for rng in [random.Random(3)] for _ in range(70)]
+    written = greedy(TARGET, prompt, 60)
+    again = [*prompt, *written, *prompt, *written[:30]]
+    expected = greedy(TARGET, again, 30)
+    engine = triforce_tree.load(TARGET, levels=2)
+    out = engine.generate([again], max_new_tokens=30, do_sample=False)
+    assert out.sequences[0, len(again) :].tolist() == expected
+    assert out.levels[-1].accepted >= 15
+    assert engine.config.trees == ("chain:15", "lookup:31")
+
+
+def test_each_text_of_a_batch_learns_what_followed_its_own_matches() -> None:
+    """The texts show it as they grow, whatever was proposed."""
+    passage, drafter = text(60), SuffixMatching(8)
+    run = Proposing(drafter, [[*passage, 9, *passage[:8]]] * 2)
+    run.commit([1, 2, 3], passage[8:11])
+    first, second = drafter.match(run.sequences)
+    assert first.text.fresh == [(8, 0, True)]
+    assert second.text.fresh == [(8, 3, False)]
+    assert (first.common, second.common) == (0, 11)
+
+
+def test_a_request_begins_without_what_an_earlier_one_has_shown() -> None:
+    """So that the passes of a request with a seed follow from its own text."""
+    passage, drafter = text(60), SuffixMatching(8)
+    run = Proposing(drafter, [[*passage, *passage[:9]]])
+    run.commit(passage[9:12])
+    [before] = drafter.match(run.sequences)
+    assert before.text.fresh
+    drafter.start(run.sequences)
+    [after] = drafter.match(run.sequences)
+    assert after[:2] == before[:2]
+    assert not after.text.fresh
+    assert not any(count.tried for count in after.text.counts)

@@ -12,7 +12,8 @@ from tests.support.models.program_cases import GREEDY, draft_of, model, program_
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.with_lookup import LENGTHS, LONGEST, SuffixIndex
+from triforce_tree.drafters.suffix_index import LENGTHS, SuffixIndex
+from triforce_tree.policy.matched_tokens import LONGEST, Match
 from triforce_tree.policy.passes import PLAIN, PassKind
 
 
@@ -60,7 +61,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             lengths.append(len(tokens))
             super().__init__(tokens)
 
-    monkeypatch.setattr("triforce_tree.drafters.with_lookup.SuffixIndex", Counted)
+    monkeypatch.setattr("triforce_tree.drafters.matching.SuffixIndex", Counted)
     return lengths
 
 
@@ -121,9 +122,9 @@ def decoded(
     left, accepted = list(kinds), 0
     loop = DecodingLoop.over(program, GREEDY, 0)
 
-    def choose(_: float, common: Sequence[int | None] = (), most: object = None) -> PassKind:
+    def choose(_: float, matches: Sequence[Match | None] = ()) -> PassKind:
         kind = left.pop(0) if left else PLAIN
-        loop.policy.proposed = [program.shapes[kind.shape].depth if c else 0 for c in common]
+        loop.policy.proposed = [program.shapes[kind.shape].depth if m and m.common else 0 for m in matches]
         return kind
 
     loop.policy.choose = choose

@@ -39,7 +39,7 @@ def settings(
 def test_a_cpu_keeps_the_defaults() -> None:
     defaults = HierarchyConfig().as_options()
     assert settings(gpu=False, grows_trees=False) == defaults
-    others = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
+    others = ("best-first:2,2,1", "chain:2", "lookup:31")
     assert settings(gpu=False) == {**defaults, "other_trees": others}
     for bits in (16, 8):
         given = HierarchyConfig(retrieval_weight_bits=bits)
@@ -49,7 +49,7 @@ def test_a_cpu_keeps_the_defaults() -> None:
 @pytest.mark.parametrize("gpu", [True, False])
 def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> None:
     found = settings(gpu=gpu)["other_trees"]
-    assert len(found) == (3 if gpu else 4)
+    assert len(found) == 3
     assert settings(gpu=gpu)["tree"] not in found
     for given in (("tree",), ("other_trees",)):
         assert settings(given=given, gpu=gpu)["other_trees"] is None

@@ -110,7 +110,7 @@ def test_planned_bytes_are_those_that_are_allocated(levels: int, name: str, tmp_
 
 def test_a_plan_counts_them() -> None:
     target = tiny("llama-gqa")
-    config = HierarchyConfig.from_options(offload="auto", levels=2, **OPTIONS)
+    config = HierarchyConfig.from_options(offload="auto", levels=3, **OPTIONS)
     models = HFModel(target), HFModel(perturbed(target, 0.1))
     machine = Machine(GIB, GIB, 5e10, 4e12)
     without, beside = (

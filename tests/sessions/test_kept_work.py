@@ -83,7 +83,7 @@ def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         index(table, tokens, lengths, powers, *rest)
 
     monkeypatch.setattr(suffix_matching, "index_ngrams", indexed)
-    own = triforce_tree.load(tiny("llama-gqa"), **load_arguments(without_tree({**SMALL, "levels": 2})))
+    own = triforce_tree.load(tiny("llama-gqa"), **load_arguments(without_tree({**SMALL, "levels": 3})))
     cold = own.with_options(advanced={"prefix_cache": False})
     session = own.session(PROMPT)
     session.generate(**GREEDY)

@@ -17,9 +17,9 @@ from triforce_tree.decoding.chunked_prefill import ChunkedPrefill
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.program import DecodingProgram, exhaust
 from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.drafters.with_lookup import LONGEST
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.policy.costs import KnownCosts
+from triforce_tree.policy.matched_tokens import LONGEST
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.runtime import distributed

@@ -132,6 +132,7 @@ class DecodingProgram:
         selected: the stages that are used now.
         seeded: the noise of sequences with seeds of their own, see :meth:`use_seeds`.
         masks: the masks of the sequences' grammars, once stages with masks were prepared; else None.
+        cuts_trees: whether the target verifies trees up to their last used node, as on a CPU.
         learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
         graph_memory: the memory of the stages' graphs; None without a GPU.
 
@@ -206,6 +207,7 @@ class DecodingProgram:
             self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
         self.graph_memory = graph_memory or graph_pool(self.device)
         self.capture_seconds = 0.0
+        self.cuts_trees = False
 
     def _may_choose_levels(self, config: HierarchyConfig) -> bool:
         return self.levels == 3 and not self.cache.backend.fixed_passes and config.chooses_levels
@@ -374,7 +376,7 @@ class DecodingProgram:
         stages: dict[str, Stage] = {"draft": draft}
         nodes = draft.tree.nodes
         view = self.retrieval
-        if view is not None and not self.shapes[shape].matched:
+        if view is not None and not (shape and self.shapes[shape].matched):
             if shape:
                 view = view.resized(nodes, draft.tree.depths.tolist())
             for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
@@ -383,9 +385,9 @@ class DecodingProgram:
                 stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
         if view is None or self.two_levels:
             verifier = Verifier(self.full, to_probs, self.state, nodes)
-            stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
-                draft, verifier, self.full_view
-            )
+            whole = TreeVerifyStage(draft, verifier, self.full_view)
+            stages["target_tree" if view is not None else "target"] = whole
+            self.cuts_trees = whole.view.resizable
         return {stage_name(name, shape): stage for name, stage in stages.items()}
 
     def _check_exact(self, stages: dict[str, Stage]) -> None:

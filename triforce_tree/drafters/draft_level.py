@@ -7,7 +7,7 @@ from torch import nn
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, check_drafter, shapes_of
 from triforce_tree.drafters.mask_token import mask_token
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.suffix_matching import LENGTH, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
@@ -80,13 +80,15 @@ class DraftLevel:
         """Returns ``config`` with the tree shapes that the drafter will propose.
 
         For suffix matching this is a chain, and for a draft model these are the shapes in ``config``. For the
-        user's drafter they are its own, followed by the chains of suffix-matched tokens in ``config``.
+        user's drafter they are its own. Chains of suffix-matched tokens in ``config`` follow.
         """
         if self.model is not None:
             return config
         own = self.own or SuffixMatching()
-        matched = () if self.own is None else matched_alone(config.other_trees or ())
-        trees = (*shapes_of(own), *matched)
+        first, *others = shapes_of(own)
+        # A chain of matched tokens may be the first shape of suffix matching, but no user may name it first.
+        matched = [each for each in matched_alone(config.other_trees or ()) if parse_shape(each) != first]
+        trees = (own.tree, *others, *matched)
         if trees == config.trees:
             return config
         return replace(config, tree=trees[0], other_trees=trees[1:])
@@ -96,8 +98,7 @@ class DraftLevel:
         grown = self.own
         if self.model is not None:
             grown = TreeDrafter(self.model, config, self.tokens)
+        lengths = [device_tree_shape(parse_shape(chain)).depth for chain in matched_alone(config.shapes)]
         if grown is None:
-            return SuffixMatching()
-        if chains := matched_alone(config.shapes):
-            return WithLookup(grown, *(device_tree_shape(parse_shape(chain)).depth for chain in chains))
-        return grown
+            return SuffixMatching(LENGTH, *lengths)
+        return WithLookup(grown, *lengths) if lengths else grown

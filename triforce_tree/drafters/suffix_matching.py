@@ -11,59 +11,67 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.matching import MatchingDrafter
 from triforce_tree.kernels.suffix import index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
-from triforce_tree.runtime.devices import overwrite
+from triforce_tree.policy.matched_tokens import EXPECTED, LEAST, LONGEST
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import chain_shape
+from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
 
-# Maps each length of indexed n-grams to the expected acceptance rate after a match of at least this length.
-_EXPECTED = {2: 0.3, 3: 0.45, 4: 0.55, 6: 0.65, 8: 0.8, 16: 0.93, 32: 0.97, 64: 0.99}
-# A token is proposed if it and all before it are accepted with at least this probability. Verifying one more
-# token takes about this fraction of a pass.
-_LEAST = 0.1
+LENGTH = 15
+"""The most tokens to propose in a round of three levels, and where nothing is chosen."""
+# Lengths of indexed n-grams. The class of a match is the longest of them that it has.
+_NGRAMS = [length for length in EXPECTED if length <= LONGEST]
 
 
-class SuffixMatching(Drafter):
+class SuffixMatching(MatchingDrafter):
     """A drafter without a model. The time of a proposal does not depend on the sequence's length.
 
-    It searches all committed tokens for the newest tokens, which include the provisional chain. See
-    ``kernels.suffix.match_suffix`` for the choice of the occurrence and the length of a proposal.
+    Tokens after a committed text follow a match that was found on the host. In passes of three levels a tree
+    may also follow a provisional chain, which is on the device. For these ``kernels.suffix.match_suffix``
+    chooses the occurrence and the length of the proposal.
 
     Args:
-        length: most tokens to propose.
+        lengths: most tokens to propose; each length is a shape of its own.
     """
 
     name = "lookup"
     deterministic = True
     capturable = True
 
-    def __init__(self, length: int = 15) -> None:
-        self.tree = chain_shape(length)
-        self.length = length
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(*(lengths or (LENGTH,)))
+        self.length = self.lengths[0]
+        self.tree = f"chain:{self.length}"
+        self.shapes = tuple(map(Lookup, self.lengths))
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        index = 4 * batch * len(_EXPECTED) * _entries(capacity)
-        counts = batch * (8 * (self.length + 3) + 8 * len(_EXPECTED))
-        return {"suffix index": index, "drafter's buffers": counts}
+        sizes = {"drafter's buffers": 8 * batch * max(self.lengths)}
+        if limits.chain:
+            sizes["suffix index"] = 4 * batch * len(_NGRAMS) * _entries(capacity)
+            sizes["drafter's buffers"] += batch * (8 * (self.length + 3) + 8 * len(_NGRAMS))
+        return sizes
 
     def bind(self, state: SequenceState) -> None:
-        batch, device, classes = state.batch, state.device, len(_EXPECTED)
-        self._state = state
-        self._lengths = torch.tensor(list(_EXPECTED), device=device)
-        self._expected = torch.tensor(list(_EXPECTED.values()), dtype=torch.float32, device=device)
-        self._powers = powers(max(_EXPECTED), device)
+        super().bind(state)
+        self._after_chains = state.max_draft_tokens > 0
+        if not self._after_chains:
+            return
+        batch, device, classes = state.batch, state.device, len(_NGRAMS)
+        self._lengths = torch.tensor(_NGRAMS, device=device)
+        expected = [EXPECTED[length] for length in _NGRAMS]
+        self._expected = torch.tensor(expected, dtype=torch.float32, device=device)
+        self._powers = powers(LONGEST, device)
         shape = (batch, classes, _entries(state.capacity))
         self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
         # The index holds the n-grams that end before this position.
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
-        self._forced = torch.full_like(self._chain, -1)
         self._no_match = torch.tensor([-1, 0], device=device)
         self._last = self._no_match.repeat(batch, 1)
         self._counts = torch.zeros(batch, classes, 2, dtype=torch.float32, device=device)
@@ -75,6 +83,11 @@ class SuffixMatching(Drafter):
         self._texts: list[Sequence[int] | None] = [None] * batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        super().start(sequences)
+        if not self._state.made_up:
+            self.take_likely(sequences)
+        if not self._after_chains:
+            return
         # An index of a prefix of the new text is kept: it equals the beginning of a new index.
         for b, (sequence, indexed) in enumerate(zip(sequences, self._indexed.tolist(), strict=True)):
             text = self._texts[b]
@@ -84,20 +97,24 @@ class SuffixMatching(Drafter):
         self._texts = [None if self._state.made_up else sequence for sequence in sequences]
         self._last.copy_(self._no_match)
         self._counts.zero_()
-        self._forced.fill_(-1)
         self._known = [len(sequence) for sequence in sequences]
         self._catch_up()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        super().start_one(b, sequences)
+        if not self._after_chains:
+            return
         self._table[b] = -1
         self._indexed[b] = 0
         self._last[b] = self._no_match
         self._counts[b] = 0
-        self._forced[b] = -1
         self._texts[b], self._known[b] = sequences[b], len(sequences[b])
         self._catch_up()
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        self.take_likely(sequences)
+        if not self._after_chains:
+            return
         grown = [
             len(sequence) - known if sequence is not None else 0
             for sequence, known in zip(sequences, self._known, strict=True)
@@ -109,15 +126,11 @@ class SuffixMatching(Drafter):
         if max(grown) > self._most_new:
             self._catch_up()
 
-    def force(self, tokens: Sequence[Sequence[int]]) -> None:
-        padded = [[*own[: self.length], *[-1] * (self.length - len(own))] for own in tokens]
-        overwrite(self._forced, torch.tensor(padded, device="cpu"))
-
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        tree.tokens[:, 0] = state.newest
-        # After a committed text, tokens that its grammar forces take the place of a match.
-        forced = (self._forced[:, :1] >= 0) & (state.chain == 0)[:, None]
-        tree.tokens[:, 1:] = torch.where(forced, self._forced, self._matched(state))
+        self._write(state, tree)
+        if self._after_chains and not tree.shape:
+            committed = (state.chain == 0)[:, None]
+            tree.tokens[:, 1:] = torch.where(committed, tree.tokens[:, 1:], self._matched(state))
 
     def _matched(self, state: SequenceState) -> Tensor:
         """Returns the tokens after an earlier occurrence of the newest ones, int64 ``[B, length]``, padded
@@ -129,7 +142,7 @@ class SuffixMatching(Drafter):
         torch.minimum(self._indexed + self._most_new, state.length, out=self._indexed)
         match_suffix(
             self._chain, self._last, self._counts, self._table, state.tokens, self._lengths, self._powers,
-            self._expected, state.length, state.end, _LEAST,
+            self._expected, state.length, state.end, LEAST,
         )  # fmt: skip
         return self._chain
 

@@ -37,11 +37,11 @@ _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
 _TREE = "best-first:4,4,3,2,1,1"
 # Proposals that passes may choose instead: trees, and matched tokens where a text repeats itself. On a CPU
 # each verified token has its price: trees of two to five tokens were the best there
-# (``docs/log/2026-11-22-trees-or-chains.md``), and chains of two lengths are for short and for long matches
-# (``docs/log/2026-11-26-matched-tokens.md``). On a GPU a pass over 64 rows costs little more than one over
-# 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little
-# more.
-_CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
+# (``docs/log/2026-11-22-trees-or-chains.md``), and of matched tokens a pass verifies as many as should pay
+# (``docs/log/2026-12-01-lengths-of-matches.md``). On a GPU a pass over 64 rows costs little more than one
+# over 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost
+# little more.
+_CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:31")
 _GPU_TREES = ("best-first:16,14,11,8,6,4,2,2", "chain:6")
 _GROUPED_TREES = ("best-first:8,7,5,4,3,2,1,1", "chain:6")
 # More than ``_MANY`` sequences have matched tokens of several lengths, because long proposals of so many
@@ -168,8 +168,8 @@ class ModelFacts:
             gpu=target.device.type == "cuda",
             group=target.heads.group,
             grows_trees=grows,
-            # Matched tokens take the place of trees that a network grows.
-            takes_matches=grows or (drafter is not None and not drafter.deterministic),
+            # Matched tokens take the place of trees that a network grows, or there are no others.
+            takes_matches=grows or (draft is None and not (drafter is not None and drafter.deterministic)),
             few_bits=gains_from_few_bits(target),
             weights=weight_bytes(target.model),
             drafted=weight_bytes(draft.model) if draft is not None else 0.0,

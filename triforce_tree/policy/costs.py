@@ -179,7 +179,7 @@ class PassCosts:
         """Returns the expected seconds of a pass.
 
         Args:
-            filled: the length of the draft chain as a share of the most that it can hold.
+            filled: see ``StageSeconds.of``.
             resumed: whether the drafter first has to process what plain passes have added.
         """
         stages, first = self._stages[kind.shape], self._stages[0]

@@ -1,7 +1,6 @@
 """Keeps running estimates of how many draft tokens are accepted."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -9,8 +8,8 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.trees.shapes import DEFAULT_ACCEPTANCE
 
 # Shares of the evidence that are kept from one pass to the next: about the text; about what distinguishes the
-# kinds of passes, which depends less on the text; about matched tokens.
-_KEPT, _KEPT_RATIO, _KEPT_MATCHED = 0.98, 0.998, 0.9
+# kinds of passes, which depends less on the text.
+_KEPT, _KEPT_RATIO = 0.98, 0.998
 # The expected acceptance of a chain's tokens and of first guesses; their weights in judged tokens and in
 # trees, and that of an earlier text.
 _CHAIN, _TREES, _CHAIN_WEIGHT, _TREES_WEIGHT, _EARLIER = 0.9, 0.6, 3.0, 2.0, 6.0
@@ -20,16 +19,9 @@ _STEPS = 20
 _USUAL = 12.0
 # The share by which passes that were not tried may yield more, and the expected tokens that halve its square.
 _DOUBT, _SETTLED = 0.25, 10.0
-# The expected acceptance after matches of at least so many tokens, and its weight in judged tokens.
-FORCED = 1_000_000
-"""The number of tokens in common that stands for tokens which a grammar forces."""
-_MATCHED, _MATCHED_WEIGHT = {2: 0.45, 4: 0.65, 8: 0.8, 16: 0.93, 48: 0.97, FORCED: 0.9}, 4.0
-_CLASSES = sorted(_MATCHED)
-# A matched token is proposed if all tokens up to it are accepted with this probability at least.
-_LEAST = 0.1
 
 
-class _Ratio:
+class Ratio:
     """A running ratio of two sums, with an expected value that counts as much as ``weight`` in the second."""
 
     def __init__(self, expected: float, weight: float) -> None:
@@ -64,12 +56,11 @@ class Estimates:
     def __init__(self, shapes: Sequence[DeviceTreeShape]) -> None:
         self._depths = [float(shape.depth) for shape in shapes]
         self._curves = [_curve(shape) for shape in shapes]
-        self._chain = _Ratio(_CHAIN, _CHAIN_WEIGHT)
+        self._chain = Ratio(_CHAIN, _CHAIN_WEIGHT)
         kinds = [(levels, shape) for levels in (2, 3) for shape in range(len(shapes))]
         # Accepted tokens by the trees that were verified, and by the tokens that were expected of them.
-        self._trees = {kind: _Ratio(0.0, 0.0) for kind in kinds}
-        self._kinds = {kind: _Ratio(1.0, _USUAL) for kind in kinds}
-        self._matches = {least: _Ratio(a, _MATCHED_WEIGHT) for least, a in _MATCHED.items()}
+        self._trees = {kind: Ratio(0.0, 0.0) for kind in kinds}
+        self._kinds = {kind: Ratio(1.0, _USUAL) for kind in kinds}
         self._text = _TREES
 
     def begin(self) -> None:
@@ -136,31 +127,6 @@ class Estimates:
                 return
             low = high
         self._text = 1.0
-
-    # Matched tokens
-
-    def matched(self, common: int, most: int) -> tuple[int, float]:
-        """Returns how many tokens to propose after a match, and the expected tokens with the bonus token.
-
-        Args:
-            common: tokens that the match has in common with the end of the text; 0 without a match.
-        """
-        if not common:
-            return 0, 1.0
-        a = self._matches[_class_of(common)].value
-        count = min(most, max(1, int(math.log(_LEAST) / math.log(min(a, 0.9999)))))
-        return count, tokens_of(a, count)
-
-    def add_matched(self, common: int, proposed: int, accepted: int) -> None:
-        """Adds the verification of matched tokens, of which the first ``accepted`` were accepted."""
-        ratio, accepted = self._matches[_class_of(common)], min(accepted, proposed)
-        ratio.keep(_KEPT_MATCHED)
-        ratio.add(accepted, accepted + (accepted < proposed))
-
-
-def _class_of(common: int) -> int:
-    """Returns the class of a match's length: the fewest tokens in common."""
-    return _CLASSES[max(0, bisect_right(_CLASSES, common) - 1)]
 
 
 @lru_cache(maxsize=64)

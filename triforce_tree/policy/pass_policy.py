@@ -1,14 +1,14 @@
 """Chooses each pass: one, two or three levels, the number of drafting rounds, and the tree.
 
 The kind of pass with the most tokens per second is chosen: tokens from running estimates of acceptance
-(``estimates.py``), seconds from the costs of its stages (``costs.py``). Three accounts bound what a choice
-may cost where it does not pay:
+(``estimates.py``, ``matched_tokens.py``), seconds from the costs of its stages (``costs.py``). Three accounts
+bound what a choice may cost where it does not pay:
 
 * The loss budget, in plain passes. It is charged with the time by which a drafting pass exceeded plain
   decoding of its tokens, credited with what a pass gained, and grows with the time of plain decoding
   (``REFILL``). A pass is made only if the budget covers its worst case, a single token. All requests share
   the budget. A request may use ``START_SHARE`` of its tokens. Its first drafting pass may also use what later
-  requests have, up to ``CREDIT``, and passes with matched tokens may use all of it.
+  requests have, up to ``CREDIT``, and passes after long matches may use all of it.
 * Trials of other numbers of levels and other shapes of trees cost at most ``TRIALS`` of the tokens.
 * On a GPU, making the stages of a further shape takes seconds. This waits until passes with them would have
   saved as much, which costs at most twice what was best in hindsight (the ski rental rule: Karlin et al.,
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from triforce_tree.policy.costs import PassCosts
 from triforce_tree.policy.estimates import Estimates, tokens_of
+from triforce_tree.policy.matched_tokens import Match, MatchedTokens
 from triforce_tree.policy.passes import PLAIN, PassKind, SpeculationLimit
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -41,6 +42,8 @@ _FIRST_PASS = 0.75
 _MOST_BUDGET = 64.0
 # Tokens that trials may cost at first, and at most.
 _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
+# Matched tokens may lose what later requests have if they are expected to be this much faster.
+_LIKELY = 1.3
 # A pass is useful if it may be this much faster than plain decoding.
 _MARGIN = 1.02
 # The factor by which a pass that was not measured may be faster than expected.
@@ -49,6 +52,9 @@ _UNSURE = 1.5
 _SURE = 3.0
 # Plain passes after a choice of plain decoding, until drafting passes are considered again.
 _PAUSE = 8
+# Numbers of matched tokens among which a pass chooses where fewer cost less. With the newest token these are
+# multiples of four tokens, which kernels compute together.
+_LENGTHS = 3, 7, 15
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class PassLevels:
         max_draft_tokens: the most tokens of the chain; with two levels the tree's depth.
         two_levels: whether passes of two levels may be chosen as well, if ``levels`` is 3.
         tail: whether the target also verifies a tree of the first shape at the end of each chain.
+        cuts: whether a pass over fewer matched tokens than its shape has costs less, as on a CPU.
     """
 
     levels: int
@@ -70,6 +77,7 @@ class PassLevels:
     max_draft_tokens: int
     two_levels: bool = False
     tail: bool = False
+    cuts: bool = False
 
 
 class Option(NamedTuple):
@@ -79,6 +87,7 @@ class Option(NamedTuple):
         most_tokens: the expected tokens if acceptance is at the upper end of its confidence interval.
         doubt: the factor by which the accepted tokens may exceed the expected ones. It counts if the best
             pass has as many levels.
+        filled: the most draft tokens that the target verifies, as a share of those that it can verify.
     """
 
     kind: PassKind
@@ -86,6 +95,7 @@ class Option(NamedTuple):
     most_tokens: float
     seconds: float
     doubt: float = 1.0
+    filled: float = 1.0
 
     @property
     def rate(self) -> float:
@@ -107,11 +117,13 @@ class Learnt:
 
     Attributes:
         estimates: the estimates of acceptance.
+        matches: those of matched tokens.
         budget: the loss budget, in plain passes.
         missed: seconds that trees of shapes without stages would have saved, by shape.
     """
 
     estimates: Estimates
+    matches: MatchedTokens = field(default_factory=MatchedTokens)
     budget: float = START_BUDGET
     missed: dict[int, float] = field(default_factory=dict)
 
@@ -131,7 +143,7 @@ class PassPolicy:
     Attributes:
         learnt: the given object, or a new one.
         proposed: the number of matched tokens that each sequence has in the last pass that :meth:`choose`
-            returned, if that pass verifies matched tokens.
+            returned, if it chose to verify matched tokens.
     """
 
     def __init__(
@@ -155,7 +167,10 @@ class PassPolicy:
         self.learnt.budget = self._start = min(self.learnt.budget, START_BUDGET)
         self._held = dict(held_back or {})
         self.proposed: list[int] = []
-        self._common: Sequence[int | None] = ()
+        # The tokens that are expected after the match of each sequence, and of those that run.
+        self._after: list[list[float]] = []
+        self._running: list[list[float]] = []
+        self._filled = 1.0
         self._remaining, self._made, self._trials = math.inf, 0.0, _FIRST_TRIALS
         self._pause, self._drafted, self._resumes = 0, False, False
 
@@ -163,28 +178,20 @@ class PassPolicy:
         """Returns whether a pass verifies matched tokens."""
         return kind.levels == 2 and self._passes.shapes[kind.shape].matched
 
-    def choose(
-        self,
-        remaining: float = math.inf,
-        common: Sequence[int | None] = (),
-        most: Sequence[float] | None = None,
-    ) -> PassKind:
+    def choose(self, remaining: float = math.inf, matches: Sequence[Match | None] = ()) -> PassKind:
         """Returns the next pass.
 
         Args:
             remaining: the most tokens that a sequence may still get.
-            common: the number of tokens that each sequence's match has in common with the end of its text, 0
-                without a match; None for a sequence that has ended. It is empty if passes have no matched
-                tokens.
-            most: the most tokens to propose after each match; by default as many as a shape has.
+            matches: the match of each sequence; None for a sequence that has ended. It is empty if passes
+                have no matched tokens.
         """
         if self.fixed is not None:
             kind = PassKind(self._passes.levels, self.fixed) if self.fixed else PLAIN
             return kind if self._allows(kind) else PLAIN
-        self._remaining, self._common = remaining, common
-        self._most = [math.inf] * len(common) if most is None else most
-        costs = self._costs
-        found = self._matched_options(common) if any(common) else []
+        self._remaining, costs = remaining, self._costs
+        self._read(matches)
+        found = self._matched_options()
         if self._pause and not found:
             return PLAIN
         if not self._pause:
@@ -203,8 +210,9 @@ class PassPolicy:
             return PLAIN
         if not self.matched(best.kind):
             return self._trial_beside(best, useful)
-        depth = self._passes.shapes[best.kind.shape].depth
-        self.proposed = [count for count, _ in self._after_matches(depth)]
+        self._filled = best.filled
+        most = round(best.filled * self._passes.shapes[best.kind.shape].depth)
+        self.proposed = [min(most, len(tokens) - 1) for tokens in self._after]
         return best.kind
 
     def _allows(self, kind: PassKind) -> bool:
@@ -222,16 +230,31 @@ class PassPolicy:
         found = [Option(PLAIN, 1.0, 1.0, costs.of(PLAIN))]
         estimates.settle()
         for shape in costs.shapes:
-            if passes.shapes[shape].matched:
-                continue
-            if passes.levels == 2 or passes.two_levels:
+            matched = passes.shapes[shape].matched
+            if not matched and self._with_two_levels:
                 kind, (tokens, error, doubt) = PassKind(2, 1, shape), estimates.tree(2, shape)
                 most = min(tokens + error, passes.shapes[shape].depth)
                 seconds, unsure = costs.of(kind), 1.0 if costs.certain(kind) else _UNSURE
                 found.append(Option(kind, 1 + tokens, unsure * (1 + most), seconds, unsure * doubt))
-            if passes.levels == 3:
+            # The trees of the first shape may be matched tokens.
+            if passes.levels == 3 and not (matched and shape):
                 found += self._options_of_rounds(shape)
         return found
+
+    @property
+    def _with_two_levels(self) -> bool:
+        return self._passes.levels == 2 or self._passes.two_levels
+
+    def filled(self, kind: PassKind, gathered: float) -> float:
+        """Returns the most draft tokens that the target verified in the last pass, as a share of those that
+        it can verify. Where fewer cost nothing less, all count as verified.
+
+        Args:
+            gathered: the tokens in the chain of each sequence.
+        """
+        if kind.levels == 3:
+            return gathered / self._passes.max_draft_tokens
+        return self._filled if self.matched(kind) else 1.0
 
     def observe(self, kind: PassKind, report: Sequence[Sequence[int]]) -> None:
         """Updates estimates and budgets after a pass.
@@ -247,11 +270,7 @@ class PassPolicy:
             return
         estimates, count, gathered = self.learnt.estimates, len(running), sum(row[2] for row in running)
         self._charge(kind, sum(row[0] for row in running) / count, gathered / count)
-        if self.matched(kind):
-            for row, common, proposed in zip(report, self._common, self.proposed, strict=False):
-                if row[0] and common and proposed:
-                    estimates.add_matched(common, proposed, row[0] - 1)
-        elif kind.levels == 2:
+        if kind.levels == 2 and not self.matched(kind):
             # A drafter that found nothing to propose was not rejected.
             judged = [row[0] - 1 for row in running if row[1]]
             estimates.add_trees(2, kind.shape, len(judged), sum(judged))
@@ -267,56 +286,76 @@ class PassPolicy:
 
     # The choice
 
+    def _read(self, matches: Sequence[Match | None]) -> None:
+        """Learns what followed earlier matches, and computes what is expected after the present ones."""
+        estimates = self.learnt.matches
+        deepest = max((shape.depth for shape in self._passes.shapes), default=0)
+        for match in matches:
+            if match is not None and match.text.fresh:
+                estimates.learn(match.text)
+        self._after = [estimates.after(match, deepest) for match in matches]
+        self._running = [own for own, match in zip(self._after, matches, strict=True) if match is not None]
+
+    def _expected(self, most: int) -> float:
+        """Returns the expected tokens of a sequence if at most so many matched tokens are proposed."""
+        return sum(own[min(most, len(own) - 1)] for own in self._running) / len(self._running)
+
     def _options_of_rounds(self, shape: int) -> list[Option]:
         """Returns passes of three levels up to the best number of rounds."""
         estimates, most = self.learnt.estimates, float(self._passes.max_draft_tokens)
         a, error = estimates.chain()
         tokens_per_tree, _, doubt = estimates.tree(3, shape)
-        gathered, unsure = 1 + tokens_per_tree, 1.0 if self._costs.certain(PassKind(3, 1, shape)) else _UNSURE
+        unsure = 1.0 if self._costs.certain(PassKind(3, 1, shape)) else _UNSURE
         behind = estimates.tree(2, 0)[0] if self._passes.tail else 0.0
-        found = list[Option]()
-        for rounds in range(1, math.ceil(most / gathered) + 1):
-            chain = min(most, rounds * gathered)
+        tree, found, gathered = self._passes.shapes[shape], list[Option](), 0.0
+        while gathered < most:
+            # Only in the first round it is known how long the match is.
+            first = tree.matched and self._running and not found
+            gathered += self._expected(tree.depth) if first else 1 + tokens_per_tree
+            chain, rounds = min(most, gathered), len(found) + 1
             tokens, most_tokens = (
                 tokens_of(each, chain) + min(1.0, each) ** chain * behind for each in (a, a + error)
             )
             kind = PassKind(3, rounds, shape)
             seconds = self._costs.of(kind, chain / most)
-            found.append(Option(kind, tokens, unsure * most_tokens, seconds, unsure * doubt))
+            longest = rounds * (tree.depth + 1) / most
+            found.append(Option(kind, tokens, unsure * most_tokens, seconds, unsure * doubt, longest))
             if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
                 break  # Further rounds bring less and less in the same time.
         return found
 
-    def _matched_options(self, common: Sequence[int | None]) -> list[Option]:
+    def _matched_options(self) -> list[Option]:
         """Returns passes that verify matched tokens."""
-        found = []
-        for shape in self._costs.shapes:
-            if self._passes.shapes[shape].matched:
-                kind, depth = PassKind(2, 1, shape), self._passes.shapes[shape].depth
-                found_for = zip(self._after_matches(depth), common, strict=True)
-                each = [tokens for (_, tokens), c in found_for if c is not None]
-                tokens = sum(each) / len(each)
-                found.append(Option(kind, tokens, tokens, self._costs.of(kind)))
+        shapes, cuts, found = self._passes.shapes, self._passes.cuts, list[Option]()
+        longest = max((len(own) - 1 for own in self._running), default=0)
+        numbers = [shape for shape in self._costs.shapes if shapes[shape].matched]
+        if not longest or not numbers or not self._with_two_levels:
+            return found
+        if cuts:
+            # The longest shape takes the place of shorter ones.
+            numbers = [max(numbers, key=lambda number: shapes[number].depth)]
+        for number in numbers:
+            kind, depth = PassKind(2, 1, number), shapes[number].depth
+            for length in (*(n for n in _LENGTHS if n < depth), depth) if cuts else (depth,):
+                tokens, filled = self._expected(length), length / depth
+                found.append(Option(kind, tokens, tokens, self._costs.of(kind, filled), filled=filled))
+                if length >= longest:
+                    break
         return found
-
-    def _after_matches(self, depth: int) -> list[tuple[int, float]]:
-        """Returns for each sequence how many matched tokens to propose, at most ``depth``, and the expected
-        tokens with the bonus token.
-        """
-        pairs, matched = list(zip(self._common, self._most, strict=True)), self.learnt.estimates.matched
-        # Many sequences have matches that are alike.
-        found = {pair: matched(pair[0] or 0, int(min(depth, pair[1]))) for pair in set(pairs)}
-        return [found[pair] for pair in pairs]
 
     def _affordable(self, useful: Sequence[Option]) -> Option | None:
         """Returns the first useful option that the budget covers, or else the cheapest one on credit."""
-        own, shared = self._spendable * (1.0 if self._drafted else _FIRST_PASS), self.learnt.budget
+        own, shared = self._spendable, self.learnt.budget
+        first, likely = 1.0 if self._drafted else _FIRST_PASS, _LIKELY / self._costs.of(PLAIN)
         for option in useful:
-            if self._covers(option, shared if self.matched(option.kind) else own):
+            budget = first * own
+            if self.matched(option.kind):
+                budget = shared if option.rate > likely else own
+            if self._covers(option, budget):
                 return option
         if not self._drafted:
             for option in sorted(useful, key=lambda option: option.seconds):
-                if self._covers(option, min(shared, CREDIT)):
+                if not self.matched(option.kind) and self._covers(option, min(shared, CREDIT)):
                     return option
         return None
 
@@ -366,13 +405,8 @@ class PassPolicy:
         A request's first drafting pass must also be repaid by the remaining tokens, at its highest rate.
         """
         costs, kind = self._costs, option.kind
-        most = kind.rounds * (self._passes.shapes[kind.shape].depth + 1)
         plain = costs.of(PLAIN)
-        loss = (
-            costs.of(kind, most / self._passes.max_draft_tokens, self._resumes and not self.matched(kind))
-            / plain
-            - 1
-        )
+        loss = costs.of(kind, option.filled, self._resumes and not self.matched(kind)) / plain - 1
         repaid = self._remaining * (1 - 1 / (option.highest_rate * plain))
         return loss <= budget and (self._drafted or self.matched(kind) or loss <= repaid)
 
@@ -394,7 +428,7 @@ class PassPolicy:
             learnt.budget = min(learnt.budget + REFILL, _MOST_BUDGET)
         else:
             costs = self._costs
-            seconds = costs.of(kind, gathered / self._passes.max_draft_tokens, self._resumes and not matched)
+            seconds = costs.of(kind, self.filled(kind, gathered), self._resumes and not matched)
             learnt.budget = min(learnt.budget + tokens - seconds / costs.of(PLAIN), _MOST_BUDGET)
             self._drafted = self._drafted or not matched
         self._resumes = kind == PLAIN or matched

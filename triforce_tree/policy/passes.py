@@ -79,12 +79,16 @@ class StageSeconds:
         """Returns the seconds of a whole pass, without ``prepare``.
 
         Args:
-            filled: the length of the draft chain as a share of the most that it can hold.
+            filled: the most draft tokens that the target verifies, as a share of those of a full chain or
+                tree. Of a chain on a GPU they make no difference.
         """
         if kind.levels == 1:
             return self.plain
         if kind.levels == 2:
-            return kind.rounds * self.draft + self.tree
+            tree = self.tree
+            if filled < 1:
+                tree -= (1 - filled) * max(0.0, tree - self.plain)
+            return kind.rounds * self.draft + tree
         chain = self.chain
         if self.root < chain:
             chain = self.root + (chain - self.root) * min(1.0, filled)

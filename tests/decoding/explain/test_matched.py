@@ -12,7 +12,7 @@ from tests.support.processes.command_line import run
 from triforce_tree.decoding.explain.explanation import MATCHED_PASSES, explained
 from triforce_tree.decoding.explain.tally import MATCHED_TOKENS
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.with_lookup import SuffixIndex
+from triforce_tree.drafters.suffix_index import SuffixIndex
 
 NEW = 30
 OTHERS = ("chain:2", "lookup:5")

@@ -23,7 +23,7 @@ from triforce_tree.cli.console import LevelText
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.with_lookup import SuffixIndex
+from triforce_tree.drafters.suffix_index import SuffixIndex
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 PROMPT, NEW = PROMPTS[0], 40

@@ -24,8 +24,8 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.draft_level import DraftLevel
+from triforce_tree.drafters.matching import MatchingDrafter
 from triforce_tree.drafters.token_map import TokenMap
-from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.passes import PassKind
@@ -217,7 +217,7 @@ class Generations:
         """Returns a pass of a plan; all matched tokens are proposed where it verifies such."""
         drafter = self.program.drafter
         if self.program.shapes[kind.shape].matched:
-            assert isinstance(drafter, WithLookup)
+            assert isinstance(drafter, MatchingDrafter)
             matches = drafter.match(
                 [s and s.tokens if s is None or s.finish_reason is None else None for s in loop.sequences]
             )

@@ -89,9 +89,10 @@ def simulated(
         if kind != PLAIN:
             accepted = first_failure(rng, now, chain)
         resumed = last == PLAIN and kind != PLAIN
-        taken = cost.of(kind, chain / MOST) + host[kind != PLAIN] + (cost.prepare if resumed else 0.0)
+        filled = chain / MOST if kind.levels == 3 else 1.0
+        taken = cost.of(kind, filled) + host[kind != PLAIN] + (cost.prepare if resumed else 0.0)
         policy.observe(kind, [(1 + accepted, chain, gathered)])
-        policy.costs.learn(kind, chain / MOST, resumed, taken)
+        policy.costs.learn(kind, filled, resumed, taken)
         time, made, last = time + taken, made + 1 + accepted, kind
     return min(made, tokens) * (cost.plain + host[0]) / time, chosen
 

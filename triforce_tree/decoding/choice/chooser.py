@@ -10,7 +10,7 @@ from transformers import TemperatureLogitsWarper
 from triforce_tree.decoding.choice.cost_table import user_table
 from triforce_tree.decoding.choice.stage_costs import by_shape, settings_of
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.with_lookup import WithLookup
+from triforce_tree.drafters.matching import MatchingDrafter
 from triforce_tree.policy.costs import KnownCosts, PassCosts
 from triforce_tree.policy.estimates import Estimates
 from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
@@ -60,8 +60,9 @@ class PassChooser:
     ) -> None:
         self._program, self._to_probs = program, to_probs
         passes = PassLevels(
-            program.levels, program.shapes, program.max_draft_tokens, program.two_levels, program.tail_tree
-        )
+            program.levels, program.shapes, program.max_draft_tokens, program.two_levels, program.tail_tree,
+            program.cuts_trees,
+        )  # fmt: skip
         self._known = known
         self._costs = None if known is None else PassCosts(known, follow=not repeatable)
         self._learns = known is not None and not repeatable
@@ -70,7 +71,7 @@ class PassChooser:
             # The choice of a repeatable request must not depend on which stages are there already.
             learnt, waiting = self._learnt(passes), program.held_back()
         self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting, limit)
-        self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
+        self._lookup = program.drafter if isinstance(program.drafter, MatchingDrafter) else None
         self._sent: _Timed | None = None
         self._others = False  # whether passes had stages of other sampling options
 
@@ -96,11 +97,12 @@ class PassChooser:
         if self._costs is not None:
             self._costs.at(longest)
         if self._lookup is None or self.policy.fixed is not None:
-            return self.policy.choose(remaining)
+            kind = self.policy.choose(remaining)
+            if self._lookup is not None and self.policy.matched(kind):
+                self._lookup.take_likely(texts)
+            return kind
         matches = self._lookup.match(texts)
-        common = [None if match is None else match.common for match in matches]
-        most = [0 if match is None else match.most for match in matches]
-        kind = self.policy.choose(remaining, common, most)
+        kind = self.policy.choose(remaining, matches)
         if self.policy.matched(kind):
             self._lookup.take(matches, self.policy.proposed)
         return kind
@@ -136,7 +138,7 @@ class PassChooser:
         running = [row[2] for row in report if row[0]]
         if self._costs is None or not running:
             return
-        filled = sum(running) / len(running) / max(1, self._program.max_draft_tokens)
+        filled = self.policy.filled(kind, sum(running) / len(running))
         if distributed.current() is None:
             self._costs.learn(kind, filled, resumed, seconds)
         elif self._learns:

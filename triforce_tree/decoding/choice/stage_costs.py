@@ -50,14 +50,22 @@ _NO_COSTS = {"tree", "other_trees", "gpu_memory", "host_memory", "prefix_cache",
 
 
 class _Device(NamedTuple):
-    """Holds a device's costs: seconds per layer, bytes per second, and the share of each further token."""
+    """Holds a device's costs.
+
+    Attributes:
+        layer: seconds per layer.
+        bandwidth: bytes per second.
+        token: the seconds of each further token, as a share of those of reading the weights.
+        bits: weights of fewer bits are read in less time, but multiplied in the same.
+    """
 
     layer: float
     bandwidth: float
     token: float
+    bits: float
 
 
-_DEVICES = {"cpu": _Device(5e-5, 2e10, 0.05), "cuda": _Device(3e-5, 1.5e12, 0.003)}
+_DEVICES = {"cpu": _Device(5e-5, 2e10, 0.05, 32), "cuda": _Device(3e-5, 1.5e12, 0.003, 0)}
 
 
 def allowance_of(prompt: int, new: float, device: torch.device) -> float:
@@ -184,7 +192,16 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
 def _seconds_of(model: HFModel, read: float, tokens: int) -> float:
     """Returns the estimated seconds of a forward over ``tokens`` tokens that reads ``read`` bytes."""
     device = _DEVICES[model.device.type]
-    return model.layers * device.layer + read / device.bandwidth * (1 + device.token * (tokens - 1))
+    token = device.token * max(1.0, device.bits / _bits_of(model))
+    return model.layers * device.layer + read / device.bandwidth * (1 + token * (tokens - 1))
+
+
+def _bits_of(model: HFModel) -> float:
+    """Returns the bits of each weight of a model's linear layers, 16 for a model without such layers."""
+    linears: list[Any] = [layer for layer in model.model.modules() if hasattr(layer, "in_features")]
+    elements = sum(layer.in_features * layer.out_features for layer in linears)
+    held = sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters())
+    return 8 * held / elements if elements and held else 16
 
 
 def measure(
