@@ -11,19 +11,17 @@ import hashlib
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.offload.layout import BlockLayout
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 
 _LOG = logging.getLogger(__name__)
-
-# Tensors begin at multiples of so many bytes in the memory of an entry.
-_ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -112,20 +110,24 @@ class KeptPrefixes:
         if digest in self._entries:
             return True
         parts = [*slots, *(states or ()), *features]
-        size = sum(_padded(part) for part in parts)
-        if not self._free_bytes(size, staying):
+        layout = BlockLayout.of(parts)
+        if not self._free_bytes(layout.bytes, staying):
             return False
         memory = HostMemory(any(part.is_cuda for part in parts), "prefix_cache", "lower prefix_cache")
         try:
-            memory.check(size)
-            copies = iter(_copied(parts, memory.take([size], torch.uint8)))
+            memory.check(layout.bytes)
+            block = memory.take([layout.bytes], torch.uint8)
         except HostMemoryError as error:
             memory.release()
             if not self._warned:
                 _LOG.warning("prefix_cache: earlier texts are not kept any more: %s", error)
             self._warned = True
             return False
-        kept = [[next(copies) for _ in given] for given in (slots, states or (), features)]
+        copies = layout.cut(block)
+        for copy, part in zip(copies, parts, strict=True):
+            copy.copy_(part, non_blocking=True)
+        rest = iter(copies)
+        kept = [[next(rest) for _ in given] for given in (slots, states or (), features)]
         entry = Entry(digest, base, tokens, kept[0], None if states is None else kept[1], kept[2], memory)
         self._entries[digest] = self._after.setdefault(base, {})[digest] = entry
         self.taken += memory.bytes
@@ -235,17 +237,3 @@ def digests_of(tokens: Sequence[int], size: int, layout: object) -> list[bytes]:
 def end_of(base: bytes, tokens: Sequence[int]) -> bytes:
     """Returns the digest of an end, whose tokens follow those of ``base``."""
     return hashlib.sha256(base + b"end" + array("q", tokens).tobytes()).digest()
-
-
-def _padded(part: Tensor) -> int:
-    return -(-part.nbytes // _ALIGN) * _ALIGN
-
-
-def _copied(parts: Iterable[Tensor], memory: Tensor) -> list[Tensor]:
-    """Returns copies of ``parts`` in a tensor of bytes."""
-    copies, start = [], 0
-    for part in parts:
-        copy = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        copies.append(copy.copy_(part, non_blocking=True))
-        start += _padded(part)
-    return copies

@@ -11,8 +11,7 @@ graph can capture it. Biases and routers stay on the device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels import exchange
 from triforce_tree.kernels.exchange import link
+from triforce_tree.kv.offload.layout import BlockLayout
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.models.experts.modules import (
     distinct,
@@ -31,46 +31,21 @@ from triforce_tree.models.experts.modules import (
 )
 from triforce_tree.models.model_copy import decoder_layers
 
-_ALIGNMENT = 256
 # Widest words first: their loads are as wide as the layout allows.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Describes the shapes and dtypes of a module's weights, which modules of one kind share."""
-
-    weights: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+class _Kind(BlockLayout):
+    """Describes the weights ``[E, ...]`` of a module, which modules of one kind share."""
 
     @property
     def experts(self) -> int:
-        return self.weights[0][0][0]
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Returns the offset and the bytes of each weight in a block."""
-        end = 0
-        for shape, dtype in self.weights:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            yield end, size
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def bytes(self) -> int:
-        """Returns the bytes of a block."""
-        *_, (start, size) = self.places()
-        return -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
+        return self.tensors[0][0][0]
 
     @property
     def expert_bytes(self) -> int:
         """Returns the bytes of one expert."""
-        return sum(size for _, size in self.places()) // self.experts
-
-    def cut(self, block: Tensor) -> list[Tensor]:
-        """Returns the weights in a block."""
-        return [
-            block[start : start + size].view(dtype).view(shape)
-            for (start, size), (shape, dtype) in zip(self.places(), self.weights, strict=True)
-        ]
+        return sum(self.sizes) // self.experts
 
 
 class _Slots:
@@ -112,9 +87,7 @@ class StreamedExperts:
             found = [module for module in block.modules() if is_fused(module)]
             self._modules += found
             self._layer_of += [layer] * len(found)
-        self._kinds = [
-            _Kind(tuple((tuple(w.shape), w.dtype) for w in fused_weights(module))) for module in self._modules
-        ]
+        self._kinds = [_Kind.of(fused_weights(module)) for module in self._modules]
         self.bytes = sum(kind.bytes for kind in self._kinds)
         self.least_slot_bytes = self.slot_bytes = sum(kind.bytes for kind in set(self._kinds))
         self.arrangement = 0

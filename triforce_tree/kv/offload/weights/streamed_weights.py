@@ -11,7 +11,6 @@ those are copied that a layer's tokens are routed to (``streamed_experts.py``).
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
+from triforce_tree.kv.offload.layout import BlockLayout
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.weights.streamed_experts import StreamedExperts
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
@@ -28,11 +28,8 @@ from triforce_tree.models.model_copy import decoder_layers
 SLOTS = 2
 """Layers on the device: one that computes, one that is copied."""
 
-# Bytes: kernels are fastest with aligned pointers.
-_ALIGNMENT = 256
 _REMEDY = "free host memory, or use a smaller model"
 _WHOLE = "keep the weights on the device (offload_weights=False)"
-_Place = tuple[int, tuple[int, ...], torch.dtype]
 
 
 class StreamedWeights:
@@ -82,8 +79,8 @@ class StreamedWeights:
         if not linears and not len(self.experts):
             raise ValueError(f"{type(model).__name__} has no fused experts to stream; {_WHOLE}")
         self.capturable = not linears
-        layouts = [_layout(weights) for weights in self._weights]
-        self._places, sizes = [places for places, _ in layouts], [size for _, size in layouts]
+        self._layouts = [BlockLayout.of(weights) for weights in self._weights]
+        sizes = [layout.bytes for layout in self._layouts]
         size = max(sizes)
         self.bytes = sum(sizes) + self.experts.bytes
         self._linear_slot_bytes = size * slots
@@ -161,8 +158,7 @@ class StreamedWeights:
 
     def _bind(self, layer: int, block: Tensor, copy: bool = False) -> None:
         """Makes parameters views of their places in a block; with ``copy`` their values are copied there."""
-        for weight, place in zip(self._weights[layer], self._places[layer], strict=True):
-            view = _cut(block, place)
+        for weight, view in zip(self._weights[layer], self._layouts[layer].cut(block), strict=True):
             if copy:
                 view.copy_(weight.data)
             weight.data = view
@@ -294,18 +290,3 @@ def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
     if any(uses[key] > 1 for own in [*found, experts] for key in own):
         raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed; {_WHOLE}")
     return [[weight for _, weight in own.values()] for own in found]
-
-
-def _layout(weights: list[Tensor]) -> tuple[list[_Place], int]:
-    """Returns offset, shape and dtype of each weight of a layer in its block, and the block's bytes."""
-    places: list[_Place] = []
-    end = 0
-    for weight in weights:
-        places.append((end, tuple(weight.shape), weight.dtype))
-        end += -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return places, end
-
-
-def _cut(block: Tensor, place: _Place) -> Tensor:
-    start, shape, dtype = place
-    return block[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
