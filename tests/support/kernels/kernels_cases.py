@@ -316,7 +316,7 @@ def _run(problem: Problem, backend: AttentionBackend | None) -> tuple[Tensor, Te
             from triforce_tree.kernels.attention.launch import prepare
 
             attention = prepare(plan, case.dtype, problem.k.dtype, config=case.config)
-            return attention.states(problem.q, kv, params, problem.first)
+            return attention.states(problem.q, kv, params, first_visible(problem))
         made = backend.trees(plan, case.dtype, problem.k.dtype)
         made.begin()
         first = first_visible(problem)

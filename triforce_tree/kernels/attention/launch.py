@@ -41,14 +41,12 @@ class _Launched:
     def begin(self) -> None:
         """Does nothing."""
 
-    def run(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
-    ) -> Tensor:
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         """See ``backend.Attention``."""
         return self.states(q, kv, params, first)[0]
 
     def states(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
     ) -> tuple[Tensor, Tensor]:
         """See ``backend.Attention``."""
         raise NotImplementedError
@@ -84,10 +82,10 @@ class TritonAttention(_Launched):
         q: Tensor,
         kv: KV,
         params: AttentionParams,
-        first: Tensor | FirstVisible | None = None,
+        first: FirstVisible | None = None,
         other: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``backend.Attention``; ``first`` may also be an integer tensor ``[queries]``.
+        """See ``backend.Attention``.
 
         Args:
             other: what ``states`` has returned for the same queries and other positions; the result is that
@@ -108,18 +106,12 @@ class TritonAttention(_Launched):
             raise ValueError(
                 f"scale={params.scale} must be positive, because the kernel compares unscaled scores"
             )
-        low = high = None
-        if isinstance(first, FirstVisible):
-            first, low, high = first
-        elif first is not None:
-            # A ``FirstVisible``, which layers can share, avoids these operations in each layer.
-            first = first.to(torch.int32)
-            low, high = _bounds(first, plan)
+        visible, low, high = first or (None, None, None)
         k_scale, v_scale = kv.scales or (None, None)
         other_out, other_lse = other or (None, None)
         return _run(
             q, kv.k, kv.v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, kv.table,
-            first, low, high, params.sinks, k_scale, v_scale, other_out, other_lse,
+            visible, low, high, params.sinks, k_scale, v_scale, other_out, other_lse,
             self.partial_out, self.partial_lse, self.bounds,
             params.scale, params.softcap or 0.0, heads.kv, self.slices, plan.max_queries,
             numbers(self.config),
@@ -147,7 +139,7 @@ class PrefixAttention(_Launched):
         return replace(self, own=self.own.over(plan))
 
     def states(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
     ) -> tuple[Tensor, Tensor]:
         """See ``backend.Attention``; there are no windows."""
         assert first is None, "slots with shared prefixes have no windows"
@@ -216,18 +208,6 @@ def prepare_pieces(
         replace(made, plan=plan.first(count, count * queries), slices=count * cuts)
         for count in range(1, most + 1)
     ]
-
-
-def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Returns the minimum and maximum of ``first`` over the queries of each segment, int32 ``[segments]``."""
-    segments = plan.lengths.shape[0]
-    if segments == 1:
-        return first.amin(0, keepdim=True), first.amax(0, keepdim=True)
-    if plan.owners.shape[0] != plan.queries:
-        raise ValueError("sliding windows need one segment per query; use plan_trees")
-    owner = plan.owners.long()
-    low = first.new_full((segments,), 2**31 - 1).scatter_reduce_(0, owner, first, "amin")
-    return low, first.new_zeros(segments).scatter_reduce_(0, owner, first, "amax")
 
 
 @operator("tree_attention", writes=("partial_out", "partial_lse", "bounds"))
