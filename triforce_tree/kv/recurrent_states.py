@@ -101,11 +101,16 @@ class RecurrentStates:
         self.lengths = [None] * self.batch
 
 
-class PromptPass:
-    """A ``ChunkPass`` over a part of one sequence's prompt, which is committed."""
+class TokenPass:
+    """A ``RecurrentPass`` over tokens of each sequence, all of which are committed at once.
 
-    def __init__(self, states: RecurrentStates, sequence: int) -> None:
-        self._states, self._own = states, slice(sequence, sequence + 1)
+    Args:
+        states: the states of all sequences.
+        sequences: which of them the pass is over.
+    """
+
+    def __init__(self, states: RecurrentStates, sequences: slice = slice(None)) -> None:
+        self._states, self._own = states, sequences
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         return _appended(self._states.convolutions[number][self._own], new)
@@ -114,30 +119,21 @@ class PromptPass:
         return None
 
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
-        counts = torch.full((1,), inputs.v.shape[1], dtype=torch.int64, device=inputs.v.device)
+        counts = self._states.ones[self._own] * inputs.v.shape[1]
         return _scanned(self._states.recurrences[number][self._own], inputs, counts)
+
+
+class PromptPass(TokenPass):
+    """A ``ChunkPass`` over a part of one sequence's prompt."""
+
+    def __init__(self, states: RecurrentStates, sequence: int) -> None:
+        super().__init__(states, slice(sequence, sequence + 1))
 
     def state(self, number: int) -> Tensor | None:
         return self._states.recurrences[number][self._own]
 
     def keep(self, number: int, state: Tensor) -> None:
         self._states.recurrences[number][self._own].copy_(state)
-
-
-class TokenPass:
-    """A ``RecurrentPass`` over a few tokens of each sequence, all of which are committed at once."""
-
-    def __init__(self, states: RecurrentStates) -> None:
-        self._states = states
-
-    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
-        return _appended(self._states.convolutions[number], new)
-
-    def windows(self, number: int, width: int) -> None:
-        return None
-
-    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
-        return _scanned(self._states.recurrences[number], inputs, self._states.ones * inputs.v.shape[1])
 
 
 class ProposedPass:
