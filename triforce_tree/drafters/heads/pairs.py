@@ -15,6 +15,7 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.attention import Attended, attend, rotated, rotated_one
 from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.ring import Ring, RingDrafter
+from triforce_tree.kernels.attention.plan import unpack_mask
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -174,8 +175,7 @@ class PairDrafter(RingDrafter):
         if not network.rotates:
             self._angles = network.angles(self._positions, device)
             self._raw_keys = zeros(network.kv_heads, self._nodes_at, network.key_size)
-        self._bits, self._depths = torch.arange(64, device=device), torch.arange(self._depth, device=device)
-        self._is_root = torch.arange(self._nodes, device=device) == 0
+        self._depths = torch.arange(self._depth, device=device)
         self._is_sink = torch.arange(self._nodes_at, device=device) < self.sinks
 
     def _newest(self, end: Tensor, count: int) -> Tensor:
@@ -346,6 +346,7 @@ class PairDrafter(RingDrafter):
 
     def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
         """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
-        bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2)[:, :, : nodes.stop]
+        ancestors = unpack_mask(tree.mask_words[:, nodes])[:, :, : nodes.stop]
         # The root is left out, since its pair is in the cache.
-        return bits > self._is_root[: nodes.stop]
+        ancestors[:, :, 0] = False
+        return ancestors

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan, unpack_mask
 from triforce_tree.kernels.cpu import onednn
 from triforce_tree.kernels.step.kv_slots import dequantized
 
 # With fewer KV positions, one batched product for all heads is faster than a call per head. At 1,580
 # positions it takes three quarters of the time (AVX-512).
 _ROWS_PER_HEAD_CALL = 4096
-_BITS = torch.arange(64, device="cpu")
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -59,7 +58,7 @@ def by_sequence(
     for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
         own = slice(firsts[b], firsts[b] + query_counts[b])
         # Each query that the call leaves out also shortens the tail by one position.
-        mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
+        mask = unpack_mask(plan.mask[own])[:, : tails[b] - counts[b] + query_counts[b]]
         hidden = 0 if first is None else int(first.low[b])
         start, stop = begins[b] + hidden, begins[b] + length + mask.shape[1]
         if kv.table is None:
@@ -81,12 +80,6 @@ def _queries_per_sequence(queries: int, counts: Sequence[int]) -> list[int]:
     assert queries < sum(counts), f"{queries} queries, {sum(counts)} planned"
     assert queries % len(counts) == 0, f"{queries} queries of {len(counts)} sequences"
     return [queries // len(counts)] * len(counts)
-
-
-def tail_mask(words: Tensor, tail: int) -> Tensor:
-    """Unpacks int64 mask words ``[T, W]`` to bool ``[T, tail]``; bit j of word w is column ``64 w + j``."""
-    bits = words[..., None] >> _BITS & 1
-    return bits.bool().flatten(1)[:, :tail]
 
 
 def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
