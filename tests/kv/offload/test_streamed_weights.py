@@ -83,9 +83,9 @@ def expected(family: str = "llama-gqa") -> list[int]:
     return greedy(whole(family), PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
 
 
-def streamed(family: str = "llama-gqa", slots: int = 2, layers: int = LAYERS) -> HFModel:
+def streamed(family: str = "llama-gqa", layers: int = LAYERS) -> HFModel:
     model = copy.deepcopy(whole(family, layers))
-    return HFModel(model, StreamedWeights(model, "cpu", slots))
+    return HFModel(model, StreamedWeights(model, "cpu"))
 
 
 def weights_of(model: HFModel) -> StreamedWeights:
@@ -112,10 +112,9 @@ def target_logits(model: HFModel, width: int = 7) -> Tensor:
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-@pytest.mark.parametrize("slots", [2, 3, 7])
-def test_logits_are_the_same_bits(slots: int, layers: int) -> None:
+def test_logits_are_the_same_bits(layers: int) -> None:
     reference = target_logits(HFModel(copy.deepcopy(whole(layers=layers))))
-    model = streamed(slots=slots, layers=layers)
+    model = streamed(layers=layers)
     for _ in range(2):
         assert torch.equal(target_logits(model), reference)
     ids = torch.tensor([PROMPT])
@@ -170,9 +169,8 @@ def test_the_next_layer_is_copied_while_one_computes_and_the_first_after_the_las
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (4, 3, 2, 1, 0), (0, 2, 4, 1, 3), (3, 3, 0)])
-@pytest.mark.parametrize("slots", [2, 3])
-def test_any_order_is_right(slots: int, order: tuple[int, ...]) -> None:
-    model = streamed(slots=slots)
+def test_any_order_is_right(order: tuple[int, ...]) -> None:
+    model = streamed()
     for layer in order:
         weights_of(model).wait_for_layer(layer)
         own, reference = (m.model.layers[layer].state_dict() for m in (model.model, whole()))
@@ -286,8 +284,6 @@ def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_models_that_cannot_be_streamed_are_refused() -> None:
-    with pytest.raises(ValueError, match="slots=1 is too few"):
-        streamed(slots=1)
     shared = copy.deepcopy(whole())
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"shares weights of a decoder layer.*\(offload_weights=False\)"):

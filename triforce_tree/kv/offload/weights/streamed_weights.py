@@ -1,7 +1,7 @@
 """Weights of decoder layers in host memory, copied to the device layer by layer as they are needed.
 
     host     one page-locked block a layer: all its linear weights
-    device   n slots of one layer each; layer i's parameters are always views of slot i % n
+    device   two slots of one layer each; layer i's parameters are always views of slot i % 2
 
 While layer i computes, layer i + 1's weights are copied, and the first layers' for the next pass are copied
 while no weights are in use. Norms, biases, embeddings and the head stay on the device. Of fused experts only
@@ -42,7 +42,6 @@ class StreamedWeights:
     Args:
         model: any transformers model, on any device.
         device: where it computes from now on.
-        slots: layers on the device at once.
         progress: called with the bytes of each layer after they were copied to host memory.
         most: limit on the bytes of host memory that they take; None for what the machine has.
         linears: False keeps the linear layers on the device, so that only experts are streamed.
@@ -65,13 +64,10 @@ class StreamedWeights:
         self,
         model: PreTrainedModel,
         device: torch.device | str,
-        slots: int = SLOTS,
         progress: Callable[[int], None] | None = None,
         most: int | None = None,
         linears: bool = True,
     ) -> None:
-        if slots < 2:
-            raise ValueError(f"slots={slots} is too few: one is read while another is filled; use 2 or more")
         self.device = torch.device(device)
         self.experts = StreamedExperts(model, self.device)
         layers = len(decoder_layers(model))
@@ -83,7 +79,7 @@ class StreamedWeights:
         sizes = [layout.bytes for layout in self._layouts]
         size = max(sizes)
         self.bytes = sum(sizes) + self.experts.bytes
-        self._linear_slot_bytes = size * slots
+        self._linear_slot_bytes = size * SLOTS
         if most is not None and (total := self.bytes) > most:
             raise HostMemoryError(
                 f"the weights of the layers take {total / 2**30:.1f} GiB of host memory, and host_memory "
@@ -104,7 +100,7 @@ class StreamedWeights:
                 if progress:
                     progress(taken)
             self._move_the_rest(model)
-            self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
             self.experts.make_slots()
         except BaseException:
             for layer, block in enumerate(self._host):
@@ -114,15 +110,15 @@ class StreamedWeights:
             self._memory.release()
             raise
         for layer in range(layers):
-            self._bind(layer, self._slots[layer % slots])
+            self._bind(layer, self._slots[layer % SLOTS])
         self.experts.attach()
         self._copy_stream = CopyStream(self.device)
         if self._copy_stream.stream is not None:
             for slot in self._slots:
                 # Where close() is never called, the memory is not reused while a copy runs.
                 slot.record_stream(self._copy_stream.stream)
-        self._slot_layers: list[int | None] = [None] * slots
-        self._events = [CopyEvent(None)] * slots
+        self._slot_layers: list[int | None] = [None] * SLOTS
+        self._events = [CopyEvent(None)] * SLOTS
         self._current: int | None = None
         self._paused = self.closed = False
         self._copied = self.copies = 0
@@ -182,7 +178,7 @@ class StreamedWeights:
         return wait
 
     def wait_for_layer(self, layer: int) -> None:
-        """Lets the computation wait for ``layer``'s weights, and begins to copy those of the next layers.
+        """Lets the computation wait for ``layer``'s weights, and begins to copy those of the next one.
 
         Fastest where layers come in order, the first after the last; any other order is correct as well. The
         work of the layer before must be queued by now: its slot is the next to be filled.
@@ -199,17 +195,14 @@ class StreamedWeights:
         slot = self._fetch(layer)
         self._events[slot].wait()
         self._current = layer
-        used = {slot}
-        for following in range(layer + 1, layer + len(self._slots)):
-            following %= len(self._host)
-            if following % len(self._slots) in used:
-                # The first layers may share a slot with the last ones.
-                break
-            used.add(self._fetch(following))
+        following = (layer + 1) % len(self._host)
+        # The first layer may share a slot with the last one.
+        if following % SLOTS != slot:
+            self._fetch(following)
 
     def _fetch(self, layer: int) -> int:
         """Copies a layer to its slot, unless it is there or being copied; returns the slot."""
-        slot = layer % len(self._slots)
+        slot = layer % SLOTS
         if self._slot_layers[slot] != layer:
             self._slot_layers[slot] = None
             host = self._host[layer]
