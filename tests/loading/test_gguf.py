@@ -426,8 +426,12 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_packed_weights_are_never_multiplied_by_downloaded_kernels() -> None:
-    given = loading_gguf.gguf_arguments(Path(NAME), None, torch.device("cpu"))
+    given = loading_gguf.gguf_arguments(Path(NAME), torch.float32)
     assert given["dtype"] == torch.float32
     if "quantization_config" in given:
         assert given["quantization_config"].dequantize is True
-    assert loading_gguf.gguf_arguments(Path(NAME), None, torch.device("cuda"))["dtype"] == torch.bfloat16
+
+
+def test_weights_are_unpacked_to_the_dtype_of_the_device() -> None:
+    assert loading_gguf.unpacked_dtype(None, torch.device("cpu")) == torch.float32
+    assert loading_gguf.unpacked_dtype(None, torch.device("cuda")) == torch.bfloat16

@@ -35,7 +35,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "float32", "auto", None])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_size_in_memory_is_known_before_reading(tmp_path: Path, dtype: Any, tied: bool) -> None:
     model = tiny("llama-gqa")

@@ -161,15 +161,14 @@ def unpacked_dtype(dtype: torch.dtype | str | None, device: torch.device) -> tor
 
     For ``dtype`` None and "auto" it is float32 on a CPU, and bfloat16 on other devices.
     """
-    if dtype is None or dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    named: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return named
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def gguf_arguments(path: Path, dtype: torch.dtype | str | None, device: torch.device) -> dict[str, Any]:
+def gguf_arguments(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the arguments of ``from_pretrained`` that make it unpack the weights of a GGUF file."""
-    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": unpacked_dtype(dtype, device)}
+    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
     # Releases without GgufConfig always unpack. Newer ones may instead keep packed weights and download
     # kernels for them from the hub.
     if (settings := getattr(transformers, "GgufConfig", None)) is not None:

@@ -86,15 +86,16 @@ class ModelFiles:
             OSError, ValueError: as in :func:`checked` and :func:`gguf_configuration`.
             ValueError: the dtype is unknown.
         """
-        if isinstance(dtype, str):
-            dtype = DTYPE_NAMES.get(dtype, dtype)
-        if dtype not in (None, "auto") and not isinstance(_named_dtype(dtype), torch.dtype):
+        named: Any = dtype
+        if isinstance(dtype, str) and dtype != "auto":
+            named = getattr(torch, DTYPE_NAMES.get(dtype, dtype), dtype)
+        if named not in (None, "auto") and not isinstance(named, torch.dtype):
             near = get_close_matches(str(dtype), ("float32", "bfloat16", "float16", "auto", *DTYPE_NAMES), 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
                 f"dtype={dtype!r} is unknown{hint}; use float32, bfloat16, float16 or auto, or one of torch's"
             )
-        adapter = None
+        dtype, adapter = named, None
         if is_gguf(source):
             dtype = unpacked_dtype(dtype, device)
             tensor_count(Path(source))
@@ -105,7 +106,7 @@ class ModelFiles:
                     return cls(source, config, dtype, found.bytes, None, None, {}, blocks=found)
             folder = gguf_cache.kept(Path(source), _kind(dtype))
             if folder is None:
-                return cls._packed(Path(source), dtype, device)
+                return cls._packed(Path(source), dtype)
             checkpoint = checked(folder)
         else:
             base, adapter = base_and_adapter(source)
@@ -128,10 +129,10 @@ class ModelFiles:
         return cls(source, config, dtype, size, method, checkpoint, arguments, adapter)
 
     @classmethod
-    def _packed(cls, path: Path, dtype: torch.dtype, device: torch.device) -> "ModelFiles":
+    def _packed(cls, path: Path, dtype: torch.dtype) -> "ModelFiles":
         """Returns the files for a GGUF file whose weights are not in the cache of unpacked weights."""
         config = gguf_configuration(path)
-        arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype, device)}
+        arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype)}
         size = parameter_bytes(_in_dtype(skeleton(config, path), config, dtype))
         return cls(path, config, dtype, size, None, None, arguments)
 
@@ -226,11 +227,6 @@ class ModelFiles:
                 f"the model in {str(self.source)!r} needs {self.bytes / 2**30:.1f} GiB of host memory, and "
                 f"{what} leaves {left / 2**30:.1f} GiB; {_REMEDY}"
             )
-
-
-def _named_dtype(dtype: torch.dtype | str) -> Any:
-    """Returns the attribute of torch with this name (None if there is none), or the dtype itself."""
-    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _kind(dtype: torch.dtype) -> str:
