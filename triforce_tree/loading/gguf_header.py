@@ -72,20 +72,16 @@ def tensor_count(path: Path) -> int:
 
 
 def named_positions(path: Path) -> int | None:
-    """Returns the most positions by the metadata of a GGUF file; None if they are missing or damaged.
+    """Returns the most positions by the metadata of a GGUF file; None if they are missing.
 
     Raises:
         FileNotFoundError, ValueError: as in :func:`tensor_count`.
     """
-    numbers, entries = dict[str, float](), _counts(path)[1]
-    with suppress(*_DAMAGED):
-        for name, kind, content, at in _metadata(path, entries):
-            if kind in _NUMBERS:
-                (numbers[name],) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
-        lengths = [value for name, value in numbers.items() if name.endswith(".context_length")]
-        factors = [value for name, value in numbers.items() if name.endswith(".rope.scaling.factor")]
-        return int(max(lengths) * max(1.0, *factors, 1.0)) if lengths else None
-    return None
+    found = values_of(path, ("context_length", "rope.scaling.factor"))
+    numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
+    if "context_length" not in numbers:
+        return None
+    return int(numbers["context_length"] * max(1.0, numbers.get("rope.scaling.factor", 1.0)))
 
 
 class StoredTensor(NamedTuple):
