@@ -58,8 +58,8 @@ def kept(path: Path, kind: str) -> Path | None:
     return None
 
 
-def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> Path | None:
-    """Adds an entry to the cache; returns its folder, or None with a warning if it cannot be written.
+def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> None:
+    """Adds an entry to the cache, or warns if it cannot be written.
 
     Other processes see the complete entry or none. Entries of other versions for the same file are removed.
 
@@ -91,15 +91,14 @@ def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> P
         # Another process may have added the same entry meanwhile.
         with suppress(OSError):
             if folder is not None and (folder / _CONTENTS).is_file():
-                return folder
+                return
         _warn_once(path.name, folder and folder.parent, str(error))
-        return None
+        return
     _remove_others(folder)
     if size > _SPARE >> 6:
         LOG.info(
             "%s has %.1f GB, and the next run loads it from there; delete it to free them", folder, size / 1e9
         )
-    return folder
 
 
 @cache

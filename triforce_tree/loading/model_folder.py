@@ -62,11 +62,8 @@ def settings_of(source: str | Path) -> tuple[Path, dict[str, Any]]:
     return folder, json_object(folder / CONFIG)
 
 
-def check_folder(source: str | Path) -> dict[str, Any]:
+def check_folder(source: str | Path) -> None:
     """Checks a model's folder or hub id, of weight files only the names, sizes and headers.
-
-    Returns:
-        the contents of config.json.
 
     Raises:
         OSError: files are missing or truncated.
@@ -78,7 +75,6 @@ def check_folder(source: str | Path) -> dict[str, Any]:
     if folder == Path(source):  # a hub id's weights may not be downloaded yet
         for name in weight_names(folder, content.get("transformers_weights")):
             _check_whole(folder, name)
-    return content
 
 
 def check_kind(content: dict[str, Any], source: str | Path) -> None:
