@@ -20,14 +20,14 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, flat, layers_of
+from triforce_tree.drafters.heads.published import check_fields, flat, layers_of
 from triforce_tree.drafters.registry import CONFIG, MASK_EMBEDDING, MUSE, settings
 
 # The confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
-_WITHOUT_EFFECT = WITHOUT_EFFECT | {
+_WITHOUT_EFFECT = (
     "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head", "mask_token",
     "num_anchors",
-}  # fmt: skip
+)  # fmt: skip
 # Fields of the decoder layers that z-lab's and DeepSpec's layouts must name.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -164,9 +164,8 @@ class _Reader:
         self.second = _DFLASH2 in names
         self.fields = flat(folder, self.config)
         self.spark = any(name in _DSPARK for name in names) or self.fields.get("projector_type") == "dspark"
-        known = _WITHOUT_EFFECT | _READ | frozenset(_OF_DFLASH2 if self.second else ())
-        for name, value in self.fields.items():
-            check_field(folder, name, value, known, _FIXED)
+        read = _READ.union(_WITHOUT_EFFECT, _OF_DFLASH2 if self.second else ())
+        check_fields(folder, self.fields, read, _FIXED)
         self.layers = self._layers()
         if self.muse:
             self.fields = self.layers.to_dict()

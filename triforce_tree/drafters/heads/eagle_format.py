@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field, flat, layers_of
+from triforce_tree.drafters.heads.published import check_fields, flat, layers_of
 from triforce_tree.drafters.registry import CONFIG, MASK_TOKENS, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
@@ -126,8 +126,7 @@ def eagle_format(folder: Path) -> EagleFormat:
         )
     own = (*MASK_TOKENS, *_DEPTHS, *_TRAINING, "num_hidden_layers") if masked else ()
     fixed = {**_FIXED, "parallel_drafting": lambda value: value is True} if masked else _FIXED
-    for name, value in fields.items():
-        check_field(folder, name, value, WITHOUT_EFFECT | _READ | {*own}, fixed)
+    check_fields(folder, fields, _READ | {*own}, fixed)
     switches = {name: fields.get(name, False) for name in _SWITCHES}
     if switches["norm_before_fc"] and switches["fc_norm"]:
         raise ValueError(

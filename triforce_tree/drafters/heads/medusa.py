@@ -10,7 +10,7 @@ from torch import Tensor
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import GrowingDrafter
-from triforce_tree.drafters.heads.published import WITHOUT_EFFECT, check_field
+from triforce_tree.drafters.heads.published import check_fields
 from triforce_tree.drafters.registry import MEDUSA, settings
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
@@ -54,8 +54,7 @@ class Medusa(GrowingDrafter):
         self._weights = HeadWeights(self.folder, MEDUSA, lambda name: name.removeprefix("medusa_head."))
         found = {int(name.split(".")[0]) for name in self._weights if name.split(".")[0].isdigit()}
         config = settings(self.folder)
-        for name, value in config.items():
-            check_field(self.folder, name, value, WITHOUT_EFFECT | _READ, {})
+        check_fields(self.folder, config, _READ, {})
         self.heads = config.get("medusa_num_heads", len(found))
         self.layers = config.get("medusa_num_layers", 1)
         for name, value, most in (("heads", self.heads, len(found)), ("layers", self.layers, 64)):

@@ -16,13 +16,13 @@ ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of the sequence."""
 MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Relative differences that rounding explains."""
-WITHOUT_EFFECT = frozenset([
+# Fields that change nothing in the computation, or only repeat what other fields or the tensors say.
+_WITHOUT_EFFECT = frozenset([
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
     "dtype", "embed_requires_grad", "eos_token_id", "initializer_range", "max_window_layers", "model_type",
     "pad_token_id", "pretraining_tp", "speculators_config", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 ])  # fmt: skip
-"""Fields that change nothing in the computation, or only repeat what other fields or the tensors say."""
 # Upper limits of sizes, so that a wrong one is refused before anything of that size is made.
 _MOST = {
     "hidden_size": 2**20, "intermediate_size": 2**24, "num_hidden_layers": 2**10,
@@ -47,7 +47,7 @@ def flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in part.items():
             if value is None or value == [] or name in PARTS:
                 continue
-            if name in found and name not in WITHOUT_EFFECT and found[name] != value:
+            if name in found and name not in _WITHOUT_EFFECT and found[name] != value:
                 raise ValueError(
                     f"{str(folder / CONFIG)!r} has {name}={found[name]!r} and {name}={value!r}; which one "
                     "holds is not known"
@@ -56,26 +56,31 @@ def flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_field(
-    folder: Path, name: str, value: object, known: Collection[str], fixed: Mapping[str, Callable[[Any], bool]]
+def check_fields(
+    folder: Path,
+    fields: Mapping[str, Any],
+    read: Collection[str],
+    fixed: Mapping[str, Callable[[Any], bool]],
 ) -> None:
     """Raises ValueError if a field of ``config.json`` has a value that is not supported, or is unknown and
     may change what the drafter computes.
 
     Args:
-        known: names of fields that are read elsewhere, or have no effect.
+        read: names of fields that are read elsewhere.
         fixed: whether a value is supported, by the name of a field.
     """
-    if name in known or value is None:
-        return
-    if (allowed := {**_FIXED, **fixed}.get(name)) is not None:
-        if not allowed(value):
-            raise ValueError(f"{name}={value!r} in {str(folder / CONFIG)!r} is not supported")
-    elif value is not False:
-        raise ValueError(
-            f"{str(folder / CONFIG)!r} has the field {name}={value!r}, which is not known and may change "
-            "what the drafter computes; remove the field if it has no effect"
-        )
+    supported = {**_FIXED, **fixed}
+    for name, value in fields.items():
+        if name in _WITHOUT_EFFECT or name in read or value is None:
+            continue
+        if name in supported:
+            if not supported[name](value):
+                raise ValueError(f"{name}={value!r} in {str(folder / CONFIG)!r} is not supported")
+        elif value is not False:
+            raise ValueError(
+                f"{str(folder / CONFIG)!r} has the field {name}={value!r}, which is not known and may change "
+                "what the drafter computes; remove the field if it has no effect"
+            )
 
 
 def layers_of(folder: Path, family: str, fields: Mapping[str, Any]) -> Any:
