@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, plan_trees
+from triforce_tree.kernels.attention.plan import AttentionParams, FirstVisible, Heads, plan_trees
 from triforce_tree.kv.store import KVStore
 
 
@@ -29,9 +29,7 @@ class LayerReader:
         plan = plan_trees(own, masks, [0] * batch, device=store.device)
         self._lengths, self._mask = plan.lengths, plan.mask
         self._attention = store.attention.trees(replace(plan), store.dtype, slots.kv[0].dtype)
-        self._kv = KV(*slots.kv, scales=slots.scales)
-        if slots.ring:
-            self._kv = slots.group.paged(slots.place, slots.group.table)
+        self._kv = slots.stored()
         self._first: FirstVisible | None = None
         if self._window is not None:
             # Each on memory of its own: kernels are specialised on the alignment of their pointers.

@@ -124,6 +124,12 @@ class LayerSlots:
         self.kv, self.scales = (k, v), (scales[0], scales[1]) if scales else None
         self._most_tokens = most_tokens
 
+    def stored(self) -> KV:
+        """Returns the keys and values of all sequences as attention reads them."""
+        if self.ring:
+            return self.group.paged(self.place, self.group.table)
+        return KV(*self.kv, scales=self.scales)
+
     def checked(self, params: AttentionParams) -> AttentionParams:
         """Returns how the layer attends: without a window that hides no position of any sequence.
 

@@ -217,9 +217,7 @@ class TreeAttentionView:
 
     def _kv(self, slots: LayerSlots) -> KV:
         """Returns the keys and values of a layer as its queries read them."""
-        if slots.ring:
-            return slots.group.paged(slots.place, slots.group.table)
-        return KV(*slots.kv, scales=slots.scales)
+        return slots.stored()
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:
