@@ -247,7 +247,7 @@ def test_an_interrupted_prefill_frees_the_memory(levels: int, error: type[BaseEx
     assert program.cache.closed
     gc.collect()
     assert block() is None
-    assert program.cache.backend.cache.host.host_bytes == 0
+    assert program.cache.backend.cache.host.memory.bytes == 0
     assert [layer.forward for layer in model("llama-gqa").model.layers] == forwards
     assert decoded(program_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
 
@@ -284,9 +284,9 @@ def test_progress_of_prefill_counts_every_token_once():
 def test_hundreds_of_passes_take_no_more_memory():
     program = program_of(1, max_seq_len=600)
     assert program.cache.backend.transfers
-    before = program.cache.backend.cache.host.host_bytes
+    before = program.cache.backend.cache.host.memory.bytes
     assert len(decoded(program, PROMPTS[:1], [400])[0][0]) == 400
-    assert program.cache.backend.cache.host.host_bytes == before
+    assert program.cache.backend.cache.host.memory.bytes == before
 
 
 def test_a_split_that_cannot_work_is_refused():

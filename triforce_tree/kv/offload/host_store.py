@@ -189,11 +189,6 @@ class HostStore:
         return [*(min(count * self.piece, self.slots) for count in counts), *last]
 
     @property
-    def host_bytes(self) -> int:
-        """Returns the bytes of host memory that are allocated."""
-        return self.memory.bytes
-
-    @property
     def resident_bytes(self) -> int:
         return sum(t.nbytes for layer in self.on_device for t in layer)
 

@@ -75,7 +75,7 @@ class OffloadedCache:
         settings: Offload,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
+        self.model, self.recent, self.chunk = model, recent, chunk
         device, dtype = model.device, model.dtype
         heads = one_shape(model)
         whole, windowed = _by_window(model.kv_layers)
@@ -234,7 +234,6 @@ class OffloadedCache:
 
     def close(self) -> None:
         """Frees the memory: at once on the host, with the last reference on the device."""
-        self.closed = True
         if self.attention is not None:
             self.attention.close()
         self.host.close()
