@@ -170,7 +170,7 @@ def _identity(engine: LoadedEngine) -> dict[str, Any]:
     }
 
 
-def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
+def _check(found: dict[str, Any], own: dict[str, Any], folder: Path) -> None:
     """Raises ValueError if a session was saved with other properties than the engine has."""
     remedies = {
         "model": "load that model",
@@ -179,7 +179,7 @@ def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
         "tokenizer": "load the tokenizer that it was saved with",
     }
     for name, remedy in remedies.items():
-        theirs = found.get(name) if isinstance(found, dict) else None
+        theirs = found.get(name)
         # A session without a tokenizer has only token ids, so the tokenizer may differ.
         if theirs != own[name] and not (name == "tokenizer" and None in (theirs, own[name])):
             raise ValueError(

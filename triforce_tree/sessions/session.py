@@ -47,6 +47,7 @@ class Session:
             the device holds both buffers. Otherwise, or if they are offloaded, they are computed again.
 
     Attributes:
+        engine: as given.
         tokens: all token ids so far. A conversation that begins with messages has none before its first call,
             and then those of the last call, because what a chat template writes depends on what follows.
         messages: the conversation so far, answers included; None for a text.
@@ -60,7 +61,7 @@ class Session:
 
     def __init__(self, engine: LoadedEngine, document: Inputs | None = None, reserve: int = RESERVE) -> None:
         checked("reserve", reserve)
-        self._engine, self._reserve, self._capacity = engine, reserve, 0
+        self.engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
         # A copy of the question that ``prompt`` last got, with the messages and token ids that it gave.
         self._coming: tuple[Any, list[Message] | None, list[int]] | None = None
@@ -222,19 +223,15 @@ class Session:
         with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None) as program:
             yield program
 
-    @property
-    def engine(self) -> LoadedEngine:
-        return self._engine
-
     def _check_begun(self) -> None:
         if not self.tokens:
             raise ValueError("the session has no tokens yet; call generate first, or give it a document")
 
     def _continuing(self, length: int) -> LoadedEngine:
-        limit = self._engine.target.max_positions or length + self._reserve
+        limit = self.engine.target.max_positions or length + self._reserve
         if length >= self._capacity:
             self._capacity = min(length + self._reserve, limit)
-        return self._engine.in_session(self._capacity)
+        return self.engine.in_session(self._capacity)
 
     def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
         """Returns the messages of a conversation (or None) and the token ids that the next call continues."""
@@ -269,12 +266,12 @@ class Session:
     def _ids(self, given: Inputs) -> list[int]:
         """Returns the token ids of one sequence. Special tokens are added only to the first text."""
         if isinstance(given, str) and self.tokens:
-            if self._engine.tokenizer is None:
+            if self.engine.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
-            given = text_ids(self._engine.tokenizer, given, add_special_tokens=False)
+            given = text_ids(self.engine.tokenizer, given, add_special_tokens=False)
             if not given:
                 return []
-        prompts = prompts_of(self._engine.target, self._engine.tokenizer, given).tokens
+        prompts = prompts_of(self.engine.target, self.engine.tokenizer, given).tokens
         if len(prompts) > 1:
             raise ValueError(f"a session is one sequence, not {len(prompts)}; open one for each")
         return prompts[0]
