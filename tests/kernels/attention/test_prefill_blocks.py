@@ -32,7 +32,7 @@ def test_blocks_are_the_definition(
     exact, _ = tree_attention(q.double(), k.double(), v.double(), mask, first=first, **how)
     # Blocks of 256 positions, the fewest.
     monkeypatch.setattr(prefill, "_SCORES", 1)
-    out = prefill.attention_in_blocks(q, k, v, window=window, **how)
+    out, _ = prefill.attention_in_blocks(q, k, v, window=window, **how)
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
 
@@ -55,7 +55,7 @@ class _Sizes(TorchDispatchMode):
 def test_wide_heads_go_in_blocks_on_a_gpu(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's flash attention ends at 256 elements."""
     made, shapes = object(), [(1, 4, 9, dims[0]), (1, 2, 9, dims[0]), (1, 2, 9, dims[1])]
-    monkeypatch.setattr(prefill, "attention_in_blocks", lambda *_, **__: made)
+    monkeypatch.setattr(prefill, "attention_in_blocks", lambda *_, **__: (made, None))
     monkeypatch.setattr(prefill, "_of_equal_widths", lambda *_, **__: None)
     monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", lambda *_, **__: None)
     how = {"is_cuda": True, "is_cpu": False, "dtype": torch.float32}
@@ -71,7 +71,7 @@ def test_no_scores_of_a_chunk_over_all_positions(dim: int, softcap: float | None
     shapes = (1, 16, 4096, dim), (1, 4, 131_072, dim), (1, 4, 131_072, dim)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     with _Sizes() as made:
-        out = prefill.attention_in_blocks(q, k, v, scale=0.1, softcap=softcap)
+        out, _ = prefill.attention_in_blocks(q, k, v, scale=0.1, softcap=softcap)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     # Scores of a block; keys and values themselves have been allocated before.
     own = [size for size in made.sizes if size != k.nbytes]
@@ -129,7 +129,7 @@ def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries
     if not prefill._cudnn_runs(q):
         pytest.skip("cuDNN's attention is used on Hopper and Blackwell only")
     out = prefill.causal_attention(q, k, v, scale=dim**-0.5)
-    exact = prefill.attention_in_blocks(q.float(), k.float(), v.float(), scale=dim**-0.5)
+    exact, _ = prefill.attention_in_blocks(q.float(), k.float(), v.float(), scale=dim**-0.5)
     assert (out.float() - exact).norm() <= 0.005 * exact.norm()
 
 

@@ -71,7 +71,7 @@ def _causal(
             return out
     wide = q.is_cuda and max(k.shape[3], v.shape[3]) > FLASH_DIM
     if wide or softcap is not None or sinks is not None:
-        return attention_in_blocks(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return attention_in_blocks(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
     if k.shape[3] != v.shape[3]:
         return _of_equal_widths(q, k, v, scale, window)
     if window is None and positions > queries:
@@ -201,7 +201,7 @@ def attention_states(
         on_host: tuple[Tensor, Tensor] = flash(q, k, v, 0.0, causal, scale=scale)
         return on_host
     if not (half and plain and square and torch.version.hip is None):
-        return _in_blocks(q, k, v, scale, causal, None, softcap, sinks)
+        return attention_in_blocks(q, k, v, scale=scale, causal=causal, softcap=softcap, sinks=sinks)
     if causal or not _cudnn_pays(q):
         return _flash(q, k, v, scale, causal)
     return _merged(_unmasked(q, k, v, scale))
@@ -250,30 +250,17 @@ def attention_in_blocks(
     v: Tensor,
     *,
     scale: float,
+    causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """Computes ``causal_attention`` by matrix products over blocks of queries and positions.
+) -> tuple[Tensor, Tensor]:
+    """Computes ``attention_states``, also under a window, by products over blocks of queries and positions.
 
     It supports wide heads, softcap and attention sinks, which torch's flash attention does not. Torch's
     fallback would hold the scores of a chunk over all positions in memory. The softmax is the online softmax
     of FlashAttention-2 (arXiv 2307.08691, section 3.1), with scores, sums and outputs of a block in fp32.
     """
-    return _in_blocks(q, k, v, scale, True, window, softcap, sinks)[0]
-
-
-def _in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Computes :func:`attention_in_blocks` and log-sum-exps; queries see all positions unless ``causal``."""
     (batch, q_heads, queries, dim), value_dim = q.shape, v.shape[3]
     kv_heads, positions = k.shape[1], k.shape[2]
     # If not causal, all positions precede the queries.
