@@ -21,14 +21,11 @@ _FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 
 
-def shared_library(
-    source: Path, headers: Sequence[Path], instructions: Sequence[str], more: Sequence[str] = ()
-) -> Path:
+def shared_library(source: Path, instructions: Sequence[str], more: Sequence[str] = ()) -> Path:
     """Returns the path of a compiled C file, which is compiled if it does not exist.
 
     Args:
-        source: C file.
-        headers: files that ``source`` includes.
+        source: C file, which may include any header of this folder and of those in it.
         instructions: Linux's names of the instruction sets that ``source`` uses.
         more: further flags of the compiler.
 
@@ -43,6 +40,7 @@ def shared_library(
         raise OSError(
             f"the kernel needs a C compiler, and none of {', '.join(_COMPILERS)} is found; install gcc"
         )
+    headers = sorted(Path(__file__).parent.rglob("*.h"))
     contents = (path.read_bytes() for path in (source, *headers))
     words = (word.encode() for word in (*compiler, *flags))
     version = hashlib.sha256(b"\0".join([*contents, *words]))

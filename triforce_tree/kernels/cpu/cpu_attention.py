@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -16,10 +15,6 @@ from triforce_tree.kernels.cpu.build import shared_library
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_HEADERS = [
-    _SOURCE.with_name(name)
-    for name in ("cpu_shared.h", "threads.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
-]
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
 # Linux's names of the CPU flags that each instruction set needs; the fastest set is first.
 _BF16_INSTRUCTIONS = {
@@ -214,9 +209,10 @@ def _library(way: str | None, dtype: torch.dtype) -> ctypes.CDLL:
             f"{' and '.join(available) or 'none of them'}"
         )
     failed: OSError | None = None
+    more = ("-DFP16",) if dtype == torch.float16 else ()
     for each in (way,) if way else available:
         try:
-            library = _loaded(_built(_INSTRUCTIONS[dtype][each], dtype))
+            library = _loaded(shared_library(_SOURCE, _INSTRUCTIONS[dtype][each], more))
         except OSError as error:
             failed = failed or error
             continue
@@ -236,7 +232,3 @@ def _loaded(path: Path) -> ctypes.CDLL:
     if denied:
         raise OSError(denied, f"the system denies AMX tile registers: {os.strerror(denied)}")
     return library
-
-
-def _built(instructions: Sequence[str], dtype: torch.dtype) -> Path:
-    return shared_library(_SOURCE, _HEADERS, instructions, ("-DFP16",) if dtype == torch.float16 else ())

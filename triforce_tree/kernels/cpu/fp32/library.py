@@ -23,27 +23,6 @@ from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
-_HEADERS = [
-    _SOURCE.parent / name
-    for name in (
-        "vectors.h",
-        "blocks.h",
-        "dots.h",
-        "tasks.h",
-        "linear.h",
-        "attention.h",
-        "exact.h",
-        "layers.h",
-        "decoder.h",
-        "noise.h",
-        "prefill.h",
-        "replay.h",
-    )
-]
-_CPU = _SOURCE.parents[1]
-_SHARED = [_CPU / "cpu_shared.h", _CPU / "threads.h"] + [
-    _CPU / "step" / name for name in ("grow.h", "traversal.h", "select.h", "slots.h")
-]
 _FUNCTIONS = (
     "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "finish", "gated", "linear",
     "place_nodes", "project", "rms_norm", "rotary", "unpack",
@@ -146,7 +125,7 @@ def library(way: str | None = None) -> SimpleNamespace | None:
     if not available:
         return None
     try:
-        path = shared_library(_SOURCE, [*_HEADERS, *_SHARED], available[way or next(iter(available))])
+        path = shared_library(_SOURCE, available[way or next(iter(available))])
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         _LOG.warning("the C kernels for fp32 on the CPU are not used: %s", error)
