@@ -28,7 +28,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisib
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
-from triforce_tree.kernels.launching import launched_early, warps
+from triforce_tree.kernels.launching import dense, launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 # Most programs of ``combine_kernel`` that each merge a single head.
@@ -95,17 +95,7 @@ class TritonAttention(_Launched):
             ValueError: a tensor does not fit the plan, or the kernels do not support its layout.
         """
         plan, heads = self.plan, self.plan.heads
-        if q.shape != (plan.queries, heads.query, heads.dim):
-            raise ValueError(
-                f"q has shape {tuple(q.shape)}, the plan is for "
-                f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
-            )
-        if (q.dtype == torch.float32) != (self.partial_lse.dtype == torch.float64):
-            raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
-        if not params.scale > 0:
-            raise ValueError(
-                f"scale={params.scale} must be positive, because the kernel compares unscaled scores"
-            )
+        check_queries(q, plan.queries, heads, self.partial_lse, params.scale)
         visible, low, high = first or (None, None, None)
         k_scale, v_scale = kv.scales or (None, None)
         other_out, other_lse = other or (None, None)
@@ -210,6 +200,21 @@ def prepare_pieces(
     ]
 
 
+def check_queries(q: Tensor, queries: int, heads: Heads, partial_lse: Tensor, scale: float) -> None:
+    """Raises ValueError if queries do not fit a plan for ``queries`` of them, or the kernels cannot use the
+    scale.
+    """
+    if q.shape != (queries, heads.query, heads.dim):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, the plan is for {(queries, heads.query, heads.dim)}; make a new "
+            "plan"
+        )
+    if (q.dtype == torch.float32) != (partial_lse.dtype == torch.float64):
+        raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive, because the kernel compares unscaled scores")
+
+
 @operator("tree_attention", writes=("partial_out", "partial_lse", "bounds"))
 def _run(
     q: Tensor,
@@ -242,8 +247,7 @@ def _run(
     exact = q.dtype == torch.float32
     (queries, q_heads, dim), value_dim = q.shape, partial_out.shape[1]
     group = q_heads // kv_heads
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    q = dense(q)
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
     if k.shape[1:4:2] != (kv_heads, dim):

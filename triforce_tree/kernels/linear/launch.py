@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.device import Device, describe
 from triforce_tree.kernels.fitting import fitted, within
-from triforce_tree.kernels.launching import launched_early, warps
+from triforce_tree.kernels.launching import launched_early, matrix, warps
 from triforce_tree.kernels.linear.configs import (
     LEAST_BLOCK,
     MOST_FUSED,
@@ -151,7 +151,7 @@ def _launch(
     config: Sequence[int],
 ) -> Tensor:
     ins, outs = x.shape[-1], [w.shape[0] for w in words]
-    flat = x.reshape(-1, ins)
+    flat = matrix(x)
     rows = flat.shape[0]
     device = describe(x.device)
     if list(config) == _EXACT:
@@ -161,8 +161,6 @@ def _launch(
         cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins, device)
     for each in zip(words, scales, counters, strict=True):
         _check(flat, *each, bits)
-    if flat.stride(1) != 1:
-        flat = flat.contiguous()
     if rows == 1 and bits == 16 and not config:
         one_row = choose_one_row(sum(outs), ins, device)
         if one_row is not None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from triforce_tree.kernels.attention.blocks.kernel import block_attention_kernel, block_combine_kernel
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import KernelConfig, key_parts, value_columns
-from triforce_tree.kernels.attention.launch import row_views
+from triforce_tree.kernels.attention.launch import check_queries, row_views
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
-from triforce_tree.kernels.launching import launched_early, warps
+from triforce_tree.kernels.launching import dense, launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 # With at least this many query rows of all heads, a program merges several rows.
@@ -53,20 +53,12 @@ def run(
         ValueError: a tensor does not fit the plan.
     """
     heads = plan.heads
-    if q.shape != (plan.queries, heads.query, heads.dim):
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}, the plan is for "
-            f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
-        )
-    if (q.dtype == torch.float32) != (plan.partial_lse.dtype == torch.float64):
-        raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
+    check_queries(q, plan.queries, heads, plan.partial_lse, scale)
     if k.shape[1:] != (heads.kv, plan.page, heads.dim) or v.shape != (*k.shape[:3], heads.value_dim):
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be pages "
             f"[pages, {heads.kv}, {plan.page}, D] with D = {heads.dim} and {heads.value_dim}"
         )
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive, because the kernel compares unscaled scores")
     return _run(
         q, k, v, *plan.schedule, plan.partial_out, plan.partial_lse, sinks, scale, softcap or 0.0,
         plan.slices, numbers(plan.config),
@@ -95,8 +87,7 @@ def _run(
     exact, kv_heads, page = q.dtype == torch.float32, k.shape[1], k.shape[2]
     (queries, q_heads, dim), value_dim = q.shape, v.shape[3]
     group, blocks = q_heads // kv_heads, bounds.shape[0]
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    q = dense(q)
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
     parts, block_v = key_parts(dim, value_dim, q.itemsize), value_columns(value_dim, q.itemsize)
