@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from triforce_tree.kv.pool.pages import FreePages
 
@@ -82,15 +83,16 @@ class PrefixPool:
 
     def chunks(self, prompt: Sequence[int]) -> Iterator[Chunk]:
         """Yields the chunks that a prompt begins with; its last token is the root of the first pass."""
-        start = 0
-        for stop in stops(len(prompt), self.unit, self.tail(prompt)):
+        for start, stop in pairwise([0, *stops(prompt, self.unit, self.tails)]):
             yield tuple(prompt[start:stop])
-            start = stop
+
+    def end(self, prompt: Sequence[int]) -> int:
+        """Returns the position at which the last of these chunks ends."""
+        return max(stops(prompt, self.unit, self.tails), default=0)
 
     def own_size(self, prompt: Sequence[int], new_tokens: int) -> int:
         """Returns the own slots of a sequence with such a prompt and so many new tokens."""
-        end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
-        return own_slots(len(prompt) - end + new_tokens, self._scratch, self.page)
+        return own_slots(len(prompt) - self.end(prompt) + new_tokens, self._scratch, self.page)
 
     def blocks(self) -> Iterator[Block]:
         """Returns all chunks, parents before children; the sibling that was used last comes first."""
@@ -191,9 +193,8 @@ class PrefixPool:
         used = sum(len(block.tokens) for block in {b for each in sequences for b in self.path(each)})
         used += sum(self.size(sequence) for sequence in sequences) + empty * self.own_size([0], 0)
         for prompt, new_tokens in coming:
-            end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
             shared = sum(len(b.tokens) for b in self.matched(prompt) if not b.users.isdisjoint(sequences))
-            used += end - shared + self.own_size(prompt, new_tokens)
+            used += self.end(prompt) - shared + self.own_size(prompt, new_tokens)
         return used
 
     def admit(self, sequence: int, prompt: Sequence[int], new_tokens: int) -> None:
@@ -367,12 +368,12 @@ def _pages_of(blocks: Iterable[Block]) -> int:
     return sum(len(block.pages) for block in blocks)
 
 
-def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:
-    """Returns the positions at which the chunks of a prompt of so many tokens end.
+def stops(prompt: Sequence[int], unit: int, tails: Sequence[list[int]]) -> Iterator[int]:
+    """Returns the positions at which the chunks of a prompt end.
 
     :class:`PrefixPool` says how they are chosen.
     """
-    last = tokens - 1
+    last, tail = len(prompt) - 1, tail_of(tails, prompt)
     yield from range(unit, (tail or last) + 1, unit)
     if tail % unit:
         yield tail

@@ -81,7 +81,7 @@ class SharedChunks:
         for prompt in prompts:
             path: list[int] = []
             start = 0
-            for stop in stops(len(prompt), unit, tail_of(tails, prompt)):
+            for stop in stops(prompt, unit, tails):
                 key = (path[-1] if path else -1, *prompt[start:stop])
                 if key not in found:
                     found[key] = len(found)
