@@ -153,11 +153,11 @@ class _LayerKV:
     """Is the KV cache of one layer at a time, for the attention of a chunk.
 
     Args:
-        buffer: the memory of layers without a window.
+        buffer: the memory of layers without a window; empty if there are none.
         rings: the cache of the other layers and of recurrent layers.
     """
 
-    def __init__(self, buffer: Tensor | None, rings: PromptCache) -> None:
+    def __init__(self, buffer: Tensor, rings: PromptCache) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
         self.recurrent: ChunkPass | None = rings.recurrent
         self.indexed = None
@@ -169,7 +169,6 @@ class _LayerKV:
         if params.window is not None:
             self.rings.length = self.length
             return self.rings.attend(layer, q, k, v, params)
-        assert self.buffer is not None
         stop = self.length + k.shape[2]
         heads = Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
         seen = [part.transpose(0, 1)[None] for part in heads.split(self.buffer[:stop])]  # [1, H_kv, S, D]
@@ -277,7 +276,7 @@ def prefill_by_layers(
     if not tokens:
         return
     whole = any(index is not None for index in sink.host_layers)
-    buffer = sink.buffer(len(tokens)) if whole else None
+    buffer = sink.buffer(len(tokens)) if whole else torch.empty(0, device="cpu")
     cache = _LayerKV(buffer, rings)
     calls = _Calls(decoder_layers(model.running), states or DeviceStates(), model.layer_outputs)
     starts = range(first, len(tokens), chunk)
@@ -292,7 +291,7 @@ def prefill_by_layers(
     for layer, index in enumerate(sink.host_layers):
         # A layer with a window does not write to the buffer: the next one that does waits for the copies.
         waiting, free = (free, []) if index is not None else ([], free)
-        if first and index is not None and buffer is not None:
+        if first and index is not None:
             sink.restore(index, buffer[:first])
         for number, start in enumerate(starts):
             if waiting:
@@ -307,12 +306,12 @@ def prefill_by_layers(
                 keep(layer, start, hidden)
             if keep is not None and layer == model.layers - 1 and model.layers in features:
                 keep(model.layers, start, _normed(model, calls, tokens[start:stop], cache, hidden))
-            if index is not None and buffer is not None:
+            if index is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))
             done += stop - start
             if progress and done // model.layers > reported:
                 progress(done // model.layers - reported)
                 reported = done // model.layers
         numbers = after
-        if index is not None and buffer is not None:
+        if index is not None:
             sink.layer_done(index, buffer)
