@@ -3,8 +3,6 @@
 Results are deterministic for a fixed number of threads (``torch.get_num_threads``).
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -62,12 +60,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, parts: int = 1, scale: float | None =
     return merge_states(out_and_lse[0].float(), out_and_lse[1])
 
 
-def merged(states: Sequence[State]) -> State:
-    """Merges partial outputs and their log-sum-exps."""
-    outs, lses = zip(*states, strict=True)
-    return merge_states(torch.stack(outs), torch.stack(lses))
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> State:
     """Computes attention to any number of KV positions by :func:`flash`, in blocks of :data:`BLOCK` bytes.
 
@@ -94,7 +86,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> State
             states.append(flash(grouped, keys[:whole], values[:whole], full_blocks, scale))
         if keys.shape[0] > whole:
             states.append(flash(grouped, keys[whole:], values[whole:], scale=scale))
-    out, lse = merged(states)
+    outs, lses = zip(*states, strict=True)
+    out, lse = merge_states(torch.stack(outs), torch.stack(lses))
     parts = (heads // kv, queries)
     return (
         out.to(q.dtype).unflatten(1, parts).permute(2, 0, 1, 3).reshape(queries, heads, value_dim),
