@@ -68,20 +68,11 @@ class Device:
 
 
 def _nvidia(arch: str, shared_bytes: int, per_sm: int, processors: int) -> Device:
-    hopper_or_later = int(arch.removeprefix("sm_")) >= 90
-    fp64 = arch in ("sm_80", "sm_90")
+    later = int(arch.removeprefix("sm_")) >= 90  # Hopper or later
     return Device(
-        arch,
-        shared_bytes,
-        per_sm,
-        processors,
-        hopper_or_later,
-        hopper_or_later,
-        hopper_or_later,
-        fp64,
-        True,
-        hopper_or_later,
-    )
+        arch, shared_bytes, per_sm, processors, tma=later, dependent_launch=later, bulk_prefetch=later,
+        bf16_sub=later, fp64_products=arch in ("sm_80", "sm_90"),
+    )  # fmt: skip
 
 
 INTERPRETER = Device("interpreter", 232_448, 233_472, 13, tma=True, fp64_products=True, ptx=False)
