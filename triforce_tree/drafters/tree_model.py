@@ -215,7 +215,7 @@ class GrownTree:
         if self._states is None:
             return None
         if not nodes.start:
-            return self._states.newest
+            return self._states
         if self._branches is None:
             return self._states.drafted
         # The root is in the states that the tree begins from.

@@ -258,7 +258,8 @@ class DraftedStates:
 
     The states after the committed tokens are kept, and with them what the layers read for each later token.
     A forward of the newest tokens begins from a copy of the states, to which the tokens before it are applied
-    (:meth:`begin`); the forwards of drafted tokens continue it.
+    (:meth:`begin`); the forwards of drafted tokens continue it. The object itself is the ``RecurrentPass`` of
+    that forward.
 
     Args:
         states: after the committed tokens of each sequence.
@@ -267,7 +268,6 @@ class DraftedStates:
 
     Attributes:
         room: most tokens of a sequence that were processed after the committed ones, without drafted ones.
-        newest: a ``RecurrentPass`` over the newest tokens of each sequence, the first after :meth:`begin`.
         drafted: a ``RecurrentPass`` over drafted tokens that follow these and each other; :meth:`tree` makes
             one for trees.
     """
@@ -279,7 +279,6 @@ class DraftedStates:
         self._inputs: dict[int, Tensor] = {}
         self._scans: dict[int, ScanInputs] = {}
         self.drafted: RecurrentPass = TokenPass(self._now)
-        self.newest: RecurrentPass = self
 
     @property
     def buffers(self) -> list[Tensor]:
