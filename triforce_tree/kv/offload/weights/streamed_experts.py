@@ -11,7 +11,7 @@ graph can capture it. Biases and routers stay on the device.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,13 +117,12 @@ class StreamedExperts:
             for weight, view in zip(fused_weights(module), block, strict=True):
                 view.copy_(weight.data)
             self._host.append(block)
-            self.restore(number)
+            _bind(module, block)
 
-    def restore(self, number: int | None = None) -> None:
-        """Binds the parameters of a module, or of all that were moved, to their host memory."""
-        for at in range(len(self._host)) if number is None else [number]:
-            for weight, view in zip(fused_weights(self._modules[at]), self._host[at], strict=True):
-                weight.data = view
+    def restore(self) -> None:
+        """Binds the parameters of all modules that were moved to their host memory."""
+        for module, block in zip(self._modules, self._host, strict=False):
+            _bind(module, block)
 
     def clear(self) -> None:
         """Binds the parameters to empty tensors."""
@@ -133,7 +132,7 @@ class StreamedExperts:
 
     def attach(self) -> None:
         """Binds the parameters to the slots, and lets every call of a module copy what it needs."""
-        self._bind()
+        self._bind_slots()
         for number, module in enumerate(self._modules):
             module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
@@ -174,7 +173,7 @@ class StreamedExperts:
             self.make_slots()
             raise
         finally:
-            self._bind()
+            self._bind_slots()
 
     def _free_slots(self) -> None:
         self._copied_before = self.copied
@@ -182,10 +181,9 @@ class StreamedExperts:
         self.clear()
         self._slots = []
 
-    def _bind(self) -> None:
+    def _bind_slots(self) -> None:
         for module, slots in zip(self._modules, self._slots, strict=True):
-            for weight, view in zip(fused_weights(module), slots.weights, strict=True):
-                weight.data = view
+            _bind(module, slots.weights)
 
     def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         own = {id(weight) for weight in fused_weights(self._modules[number])}
@@ -246,6 +244,12 @@ class StreamedExperts:
         """Drops all memory; the model cannot be used afterwards."""
         self._free_slots()
         self._host = []
+
+
+def _bind(module: nn.Module, views: Sequence[Tensor]) -> None:
+    """Makes the weights of a module of experts these views."""
+    for weight, view in zip(fused_weights(module), views, strict=True):
+        weight.data = view
 
 
 def _words(weight: Tensor) -> Tensor:

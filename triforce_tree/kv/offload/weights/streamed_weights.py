@@ -159,10 +159,14 @@ class StreamedWeights:
                 view.copy_(weight.data)
             weight.data = view
 
-    def _move_the_rest(self, model: PreTrainedModel) -> None:
+    def _clear(self) -> None:
+        """Binds the parameters of linear layers to empty tensors."""
         for weights in self._weights:
             for weight in weights:
                 weight.data = weight.data.new_empty(0)
+
+    def _move_the_rest(self, model: PreTrainedModel) -> None:
+        self._clear()
         self.experts.clear()
         moved: Any = model
         moved.to(self.device)
@@ -244,9 +248,7 @@ class StreamedWeights:
         self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for weights in self._weights:
-            for weight in weights:
-                weight.data = weight.data.new_empty(0)
+        self._clear()
         self.experts.close()
         self._host, self._slots = [], []
         self._memory.release()
