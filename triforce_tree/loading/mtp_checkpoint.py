@@ -149,7 +149,7 @@ def read_mtp_layers(target: PreTrainedModel, tensors: dict[str, Path]) -> MtpMod
         raise ValueError(
             f"the MTP layers of {source} cannot be made ({in_one_line(error)}); {_REMEDY}"
         ) from error
-    device = _device(target)
+    device = next(target.get_input_embeddings().parameters()).device
     free, size = available_device_bytes(device, None), sum(p.nbytes for p in model.parameters())
     if free is not None and not weights_fit(size, free):
         raise ValueError(
@@ -267,10 +267,6 @@ def _with_mtp(config: PreTrainedConfig, tensors: dict[str, Path], source: str) -
             f"{source} has MTP layers, but transformers has no class for those of {family}; {_REMEDY}"
         )
     return config
-
-
-def _device(target: PreTrainedModel) -> torch.device:
-    return next(target.get_input_embeddings().parameters()).device
 
 
 def _table(name: str) -> bool:

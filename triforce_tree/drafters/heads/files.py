@@ -17,11 +17,6 @@ _MOST_NAMED = 8  # tensors in a message
 _UNREADABLE = (OSError, SafetensorError, RuntimeError, EOFError, ValueError, LookupError, TypeError)
 
 
-def weights_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """Returns the path of the first of ``names`` that exists in ``folder``, or None."""
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
 class HeadWeights:
     """The tensors of trained heads on the CPU, and which of them were used.
 
@@ -123,7 +118,7 @@ class HeadWeights:
 
 
 def _tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    path = weights_file(folder, names)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{str(folder)!r} has neither {' nor '.join(names)}; give the whole folder")
     try:
