@@ -1,15 +1,14 @@
 """Decides whether target and draft share a tokenizer, and maps equal tokens of different tokenizers."""
 
 import logging
-import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.drafters.token_map import TokenMap
+from triforce_tree.text.vocabulary import BYTE, bytes_of_characters
 
 LEAST_SHARED = 0.05
 """A draft with another tokenizer must share this fraction of the target's vocabulary and of its own."""
@@ -149,8 +148,7 @@ def _texts(vocabulary: Mapping[str, int], size: int) -> dict[int, bytes]:
         sum(text.startswith(space) for text in vocabulary) for space in (_SPACE_OF_BYTES, _SPACE_OF_PIECES)
     )
     if of_bytes > of_pieces:
-        table = {character: byte for byte, character in _characters_of_bytes().items()}
-        return {token: _from_characters(text, table) for token, text in tokens}
+        return {token: bytes_of_characters(text) for token, text in tokens}
     texts = {token: _from_piece(text) if of_pieces else text.encode() for token, text in tokens}
     # Byte tokens come last, so that a token for a character precedes the byte token with the same text.
     return dict(
@@ -158,31 +156,7 @@ def _texts(vocabulary: Mapping[str, int], size: int) -> dict[int, bytes]:
     )
 
 
-def _from_characters(text: str, table: Mapping[str, int]) -> bytes:
-    try:
-        return bytes([table[character] for character in text])
-    except KeyError:
-        # Special tokens may contain characters that represent no byte.
-        return text.encode()
-
-
-def _is_byte(text: str) -> bool:
-    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) is not None
-
-
 def _from_piece(text: str) -> bytes:
-    if _is_byte(text):
-        return bytes.fromhex(text[3:5])
+    if byte := BYTE.fullmatch(text):
+        return bytes.fromhex(byte[1])
     return text.replace(_SPACE_OF_PIECES, " ").encode()
-
-
-@cache
-def _characters_of_bytes() -> dict[int, str]:
-    """Returns the character that stands for each byte in byte-level vocabularies (Radford et al., 2019).
-
-    Printable characters of Latin-1 represent themselves; the characters from 256 on represent the other bytes
-    in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

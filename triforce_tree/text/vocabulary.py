@@ -9,10 +9,12 @@ from typing import Any
 from tokenizers import decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
 """The character that replaces bytes that are not valid UTF-8."""
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""The names of tokens that are single bytes in vocabularies of SentencePiece."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,8 @@ class Vocabulary:
 
     def _bytes_of(self, token: int, piece: str) -> bytes | None:
         if self.of_bytes:
-            table = _byte_of()
-            known = [table.get(character) for character in piece]
-            return piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
-        byte = _BYTE.fullmatch(piece)
+            return bytes_of_characters(piece)
+        byte = BYTE.fullmatch(piece)
         # If the decoder does not support byte tokens, "<0x0A>" is ordinary text.
         return bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None
 
@@ -108,13 +108,16 @@ def _clean_up(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str] | None
     return cleaned
 
 
+def bytes_of_characters(piece: str) -> bytes:
+    """Returns the bytes of a token of a byte-level vocabulary, each character of which stands for a byte."""
+    table = _byte_of()
+    try:
+        return bytes([table[character] for character in piece])
+    except KeyError:
+        # Special tokens may contain characters that represent no byte.
+        return piece.encode()
+
+
 @cache
 def _byte_of() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level token represents."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {character: byte for byte, character in bytes_to_unicode().items()}
