@@ -374,7 +374,7 @@ class KVBackend:
         Args:
             count: number of slots after these tokens that passes write.
         """
-        self.store.initialise([len(tokens) for tokens in self.cached.held])
+        self.store.initialise(self.cached.lengths)
         with self.store.saved(length, count):
             yield
 

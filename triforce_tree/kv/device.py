@@ -49,7 +49,7 @@ class DeviceBackend(KVBackend):
 
     def take_over(self, kept: KVBackend) -> bool:
         """See :class:`KVBackend`: in the same memory, or as a copy."""
-        lengths = [len(tokens) for tokens in kept.cached.held]
+        lengths = kept.cached.lengths
         if self.store.memory is not kept.store.memory:
             copied = [self.store.take(kept.store, b, length) for b, length in enumerate(lengths)]
             lengths = [n if done else 0 for n, done in zip(lengths, copied, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import chosen
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.attention.prefill import capacity
 from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.window import ring_table
@@ -363,12 +363,6 @@ class KVStore:
         """Returns K and V, as in ``KVGroup``, of a store whose layers are all alike."""
         [group] = self.groups
         return group.k, group.v
-
-    @property
-    def heads(self) -> Heads:
-        """Returns the heads of a store whose layers are all alike."""
-        [group] = self.groups
-        return group.shape.heads
 
     @property
     def nbytes(self) -> int:

@@ -191,10 +191,9 @@ class OffloadedBackend(KVBackend):
 
     @contextmanager
     def trial(self, length: int, count: int) -> Iterator[None]:
-        held = [len(tokens) for tokens in self.cached.held]
         window = self.cache.window
         first = min(length, window.slots - self.spec.scratch)
-        made_up = self.cache.trial(length, held)
+        made_up = self.cache.trial(length, self.cached.lengths)
         with super().trial(length, count), made_up, window.saved(first, count):
             yield
 
