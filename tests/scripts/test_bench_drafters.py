@@ -113,7 +113,7 @@ def test_a_shorter_prompt_has_its_own_hidden_states(script: Any, tmp_path: Path)
 
     def states(lengths: list[int]) -> tuple[Tensor, Tensor]:
         """Returns which of the newest states are known after the last of these prompts, and the states."""
-        grid = grids.Grid(None, None, (), (300,), new_tokens=90)
+        grid = grids.Grid(None, "", (), (300,), new_tokens=90)
         run = grids.GridRun(grid, None, None, torch.device("cpu"), grids.TimeLimit(None), 0)
         made, positions = engine(), torch.arange(lengths[-1] - 25, lengths[-1] - 1)[None]
         for length in lengths:

@@ -31,11 +31,10 @@ from transformers import PreTrainedModel
 
 from scripts.benchmarks.cards.tables import FILE, OFFLOADED, ONE, POSITION, figures, file_of
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
     TINY_OPTIONS,
-    TINY_SHAPES,
     device_of,
     machine_of,
+    pair_shapes,
     parser,
     results_folder,
 )
@@ -348,12 +347,12 @@ def main(words: Sequence[str]) -> int:
     rows, parts, mine = known["rows"], known["parts"], header(args.seed)
     machine = machine_of(device)
     for shape in shapes:
-        small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
-        models: Pair | None = inflate_pair(small[0], device, dtype, small[1])[:2]
+        big, draft = pair_shapes(shape, args.tiny)
+        models: Pair | None = inflate_pair(big, device, dtype, draft)[:2]
         assert models is not None
         for way, parallel in splits_of(models[0], cards).items():
             # The ranks share the weights of a model in place, each split otherwise.
-            models = models or inflate_pair(small[0], device, dtype, small[1])[:2]
+            models = models or inflate_pair(big, device, dtype, draft)[:2]
             target = models[0]
             for context in contexts:
                 # Positions do not change the time.

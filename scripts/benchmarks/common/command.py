@@ -18,10 +18,20 @@ TINY_SHAPES = {
     "qwen3-30b-a3b": "512x6x4/4x128x576-e4/2-v4160",
 }
 TINY_DRAFT = "320x2x5/5x64x512"
+_DRAFT = "llama-68m"
 # What is changed in a hierarchy for tiny models.
 TINY_OPTIONS: Record = {
     "gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64,
 }  # fmt: skip
+
+
+def pair_shapes(shape: str | None, tiny: bool) -> tuple[str | None, str]:
+    """Returns the shapes of a target and its draft, or in a trial run tiny ones for them.
+
+    Args:
+        shape: of the target; None: the embedded one as it is.
+    """
+    return (shape and TINY_SHAPES[shape], TINY_DRAFT) if tiny else (shape, _DRAFT)
 
 
 def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, results_folder
+from scripts.benchmarks.common.command import machine_of, pair_shapes, results_folder
 from scripts.benchmarks.common.given_models import Models, digest_of
 from scripts.benchmarks.common.results import (
     RESULTS,
@@ -85,9 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
     embedded = Path(args.target) == EMBEDDED / "target"
     title = "embedded pair" if embedded else Path(args.target).stem
     for shape in args.shapes:
-        wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
+        wide, draft_shape = pair_shapes(SHAPES[shape], args.tiny)
         draft = None if args.draft == "none" else args.draft
-        draft_shape = TINY_DRAFT if args.tiny else "llama-68m"
         positions = max(args.contexts) + args.new_tokens
         models = Models(args.target, draft, wide, draft_shape, device, args.seed, positions=positions)
         for way, (name, folder) in itertools.product(args.ways, folders.items()):
@@ -101,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
             settings = settings_of(plan, args.seed, device.type == "cpu")
             begin = None if args.tiny else RESULTS / file_name
             file = ResultsFile(path, part, settings, drafter_rows, begin)
-            grid = grid_of(args, wide, sources, args.contexts, options)
+            grid = grid_of(args, (wide, draft_shape), sources, args.contexts, options)
             run = GridRun(
                 grid, file, texts, device, limit, args.seed, partial(models.engine, folder, options)
             )

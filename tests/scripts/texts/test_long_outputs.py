@@ -18,7 +18,7 @@ def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: pytest.Monkey
     grids, results = script("benchmarks.texts.grid"), script("benchmarks.common.results")
     rows = script("benchmarks.texts.positions").position_rows
     [source] = [each for each in SOURCES if each.name == "python-topics"]
-    grid = grids.Grid(None, None, (source,), (200,), (0.0, 1.0), (0,), NEW, PLAIN, bin_tokens=BIN)
+    grid = grids.Grid(None, "", (source,), (200,), (0.0, 1.0), (0,), NEW, PLAIN, bin_tokens=BIN)
     settings = {"shape": "pair", "model": "tiny", "options": {}, "seed": 0}
     file = results.ResultsFile(folder / "long_outputs_cpu.jsonl", "pair", settings, rows)
     run = grids.GridRun(grid, file, Texts(), torch.device("cpu"), grids.TimeLimit(None), 0)
