@@ -50,20 +50,23 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
     return made
 
 
-def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
-    """Returns the GPU, or the CPU for a tiny run; silences transformers, lets torch compile many shapes."""
-    if not tiny and not torch.cuda.is_available():
-        made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
+def device_for(tiny: bool) -> torch.device:
+    """Returns the GPU, or the CPU where there is none or the run is tiny; silences transformers, lets torch
+    compile many shapes.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # Every number of rows is compiled once, and ablations bring many of them.
     torch._dynamo.config.recompile_limit = 128
-    return torch.device("cpu" if tiny else "cuda")
+    return torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
 
 
-def need_gpu(made: argparse.ArgumentParser) -> None:
-    if not torch.cuda.is_available():
-        made.error("there is no GPU here")
+def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
+    """Returns the device by :func:`device_for`; exits if the run is not tiny and there is no GPU."""
+    device = device_for(tiny)
+    if device.type == "cpu" and not tiny:
+        made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
+    return device
 
 
 def machine_of(device: torch.device) -> str:

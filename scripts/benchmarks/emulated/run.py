@@ -27,6 +27,7 @@ import torch
 
 from scripts.benchmarks.common.command import (
     TINY_OPTIONS,
+    device_for,
     machine_of,
     pair_shapes,
     results_folder,
@@ -48,7 +49,6 @@ from scripts.benchmarks.emulated.tables import PLANS
 from scripts.benchmarks.sources.registry import DOCUMENTATION
 from scripts.benchmarks.texts import rows as texts
 from scripts.benchmarks.texts.command import (
-    device_for,
     found_texts,
     grid_of,
     measure_grid,
@@ -249,7 +249,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.plan:
         return write_plans(args)
     args.pairs = 0
-    device = device_for(args)
+    device = device_for(args.tiny)
     if device.type == "cpu" and not args.tiny:
         made.error("there is no GPU here; --plan computes, and --tiny runs tiny models on the CPU")
     limit = TimeLimit(args.seconds)

@@ -30,7 +30,7 @@ from typing import TextIO
 
 import torch
 
-from scripts.benchmarks.common.command import machine_of, results_folder
+from scripts.benchmarks.common.command import device_for, machine_of, results_folder
 from scripts.benchmarks.common.results import Record, ResultsFile, settings_of
 from scripts.benchmarks.peers.checkpoints import FILES, FOLDERS, OWN, Checkpoint, checkpoint
 from scripts.benchmarks.peers.process import EngineError, EngineProcess
@@ -39,7 +39,7 @@ from scripts.benchmarks.peers.quiet import OtherPrograms
 from scripts.benchmarks.peers.rows import rows, timed
 from scripts.benchmarks.peers.tables import FILE
 from scripts.benchmarks.sources.registry import Texts, TextSource, prompts
-from scripts.benchmarks.texts.command import device_for, found_texts, texts_parser
+from scripts.benchmarks.texts.command import found_texts, texts_parser
 from scripts.benchmarks.texts.grid import TimeLimit
 from scripts.benchmarks.texts.real_model import packaged
 from triforce_tree.bench.texts import token_ids
@@ -289,7 +289,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, made: argparse.ArgumentParser) -> int:
-    device = device_for(args)
+    device = device_for(args.tiny)
     on_gpu = device.type == "cuda"
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
     try:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from scripts.benchmarks.common.command import (
+    device_for,
     machine_of,
     pair_shapes,
     parser,
@@ -101,22 +101,11 @@ def files_by_shape(
 
 def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
     """Returns the device by :func:`device_for`; exits if inflated shapes are asked for without a GPU."""
-    device = device_for(args)
+    device = device_for(args.tiny)
     inflated = [shape for shape in args.shapes if shape != PAIR]
     if device.type == "cpu" and inflated and not args.tiny:
         made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
     return device
-
-
-def device_for(args: argparse.Namespace) -> torch.device:
-    """Returns the GPU, or the CPU where there is none or the run is tiny; silences transformers.
-
-    What earlier requests have learnt is neither read from the user's file nor written to it.
-    """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch._dynamo.config.recompile_limit = 128
-    return torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
 
 
 def found_texts(

