@@ -52,13 +52,13 @@ from scripts.benchmarks.texts.command import (
     found_texts,
     grid_of,
     measure_grid,
-    option,
     parsed,
     texts_parser,
 )
 from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
 from scripts.inflate.shapes import SHAPES, Shape
 from triforce_tree import Engine
+from triforce_tree.cli.parsing import field
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.exchange.link import Link
@@ -243,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="shapes, with their bits")
     add("--plan", action="store_true", help=f"compute plans and bounds, and write {PLANS}")
     add("--plain-tokens", type=int, default=4, help="of plain decoding")
-    add("--set", type=option, nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
+    add("--set", type=field, nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
     made.set_defaults(kinds=[DOCUMENTATION], seeds=1, temperatures=[0.0, 0.6])
     args = parsed(made, words)
     if args.plan:

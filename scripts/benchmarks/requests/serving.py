@@ -32,6 +32,7 @@ from scripts.benchmarks.requests.tables import OURS, SERVING_FILE
 from scripts.benchmarks.sources.registry import Texts, named
 from triforce_tree.bench import load
 from triforce_tree.bench.load import Endpoint, Load
+from triforce_tree.cli.parsing import field
 
 _TINY = {"clients": [1, 2], "prompt_tokens": [200, 600], "new": 16, "pause": 0.05, "seconds": 20.0}
 # Seconds within which a server has to be ready.
@@ -60,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         help="measure this running server instead of ours; give it again for several",
     )  # fmt: skip
     made.add_argument(
-        "--field", action="append", default=[], metavar="NAME=JSON",
+        "--field", action="append", type=field, default=[], metavar="NAME=JSON",
         help="a further field of each request, as in ignore_eos=true",
     )  # fmt: skip
     args = made.parse_args(words)
@@ -83,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 
 def _measure(path: Path, args: argparse.Namespace, name: str, url: str) -> None:
     """Measures the cells that the results file lacks."""
-    fields = {"temperature": args.temperature, **dict(_field(each) for each in args.field)}
+    fields = {"temperature": args.temperature, **dict(args.field)}
     plan = {
         "shape": "the embedded pair" if args.tiny else args.shape, "server": name, "fields": fields,
         "pause": args.pause, "seconds": args.seconds, "text": args.text,
@@ -119,11 +120,6 @@ def _measure(path: Path, args: argparse.Namespace, name: str, url: str) -> None:
 
 def _rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     return [{"part": part, **sample} for sample in samples]
-
-
-def _field(word: str) -> tuple[str, object]:
-    name, _, value = word.partition("=")
-    return name, json.loads(value)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,6 +33,7 @@ from scripts.benchmarks.sources.registry import (
 )
 from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
+from triforce_tree.cli.parsing import field
 
 PAIR = "pair"
 SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}
@@ -173,7 +173,7 @@ def grid_parser(
     )
     add(
         "--set",
-        type=option,
+        type=field,
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
@@ -203,17 +203,6 @@ def texts_parser(name: str, doc: str | None, contexts: Sequence[int]) -> argpars
     add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
     add("--seconds", type=float, help="end before this many, with what is measured")
     return made
-
-
-def option(text: str) -> tuple[str, Any]:
-    """``budget=8192``: a number, or true, false and null in JSON; anything else is a string."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no option; write NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def chosen_sources(

@@ -14,6 +14,7 @@ from scripts.benchmarks.sources import loaders, registry
 from scripts.benchmarks.sources.registry import SOURCES, Texts
 from tests.support.models.tiny_pair import SMALL, TinyPair
 from triforce_tree.bench.texts import token_ids
+from triforce_tree.cli.parsing import field
 from triforce_tree.policy import pass_policy, passes
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -261,11 +262,11 @@ def test_the_time_limit_leaves_room_for_the_longest_step(
 
 def test_sources_and_options_of_the_command_line(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     command = script("benchmarks.texts.command")
-    assert command.option("budget=8192") == ("budget", 8192)
-    assert command.option("tree=chain:4") == ("tree", "chain:4")
-    assert command.option("rounds=null") == ("rounds", None)
+    assert field("budget=8192") == ("budget", 8192)
+    assert field("tree=chain:4") == ("tree", "chain:4")
+    assert field("rounds=null") == ("rounds", None)
     with pytest.raises(argparse.ArgumentTypeError, match="write NAME=VALUE"):
-        command.option("budget")
+        field("budget")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert command.machine_of(torch.device("cuda")) == "h100"
     assert command.machine_of(torch.device("cpu")) == "cpu"
