@@ -21,12 +21,7 @@ from pathlib import Path
 
 from scripts.benchmarks.common.command import machine_of, pair_shapes, results_folder
 from scripts.benchmarks.common.given_models import Models, digest_of
-from scripts.benchmarks.common.results import (
-    RESULTS,
-    Record,
-    ResultsFile,
-    settings_of,
-)
+from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.texts.command import (
     PAIR,
     SHAPES,
@@ -36,6 +31,7 @@ from scripts.benchmarks.texts.command import (
     grid_parser,
     measure_grid,
     parsed,
+    part_of_file,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
@@ -80,8 +76,8 @@ def main(words: Sequence[str] | None = None) -> int:
     folders: dict[str, Path | None] = {} if args.draft == "none" else {DRAFT: None}
     folders |= dict(args.drafters)
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
-    limit, file_name = TimeLimit(args.seconds), f"drafters_{machine_of(device)}.jsonl"
-    path = results_folder(args.out, args.tiny) / file_name
+    limit = TimeLimit(args.seconds)
+    path = results_folder(args.out, args.tiny) / f"drafters_{machine_of(device)}.jsonl"
     embedded = Path(args.target) == EMBEDDED / "target"
     title = "embedded pair" if embedded else Path(args.target).stem
     for shape in args.shapes:
@@ -97,9 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 "vocabulary": models.vocabulary(),
             }  # fmt: skip
             part = re.sub(r"[^\w.-]+", "_", "-".join([shape, *([] if embedded else [title]), name, way]))
-            settings = settings_of(plan, args.seed, device.type == "cpu")
-            begin = None if args.tiny else RESULTS / file_name
-            file = ResultsFile(path, part, settings, drafter_rows, begin)
+            file = part_of_file(path, part, plan, args, device, drafter_rows)
             grid = grid_of(args, (wide, draft_shape), sources, args.contexts, options)
             run = GridRun(
                 grid, file, texts, device, limit, args.seed, partial(models.engine, folder, options)

@@ -35,13 +35,11 @@ from scripts.benchmarks.common.command import (
 from scripts.benchmarks.common.results import (
     OURS,
     PLAIN,
-    RESULTS,
     Record,
     ResultsFile,
     content_at,
     header,
     inflated_vocabulary,
-    settings_of,
     write,
 )
 from scripts.benchmarks.emulated.card import CARDS, HOSTS, Card, bounds, planned, sizes_of, tiles
@@ -53,6 +51,7 @@ from scripts.benchmarks.texts.command import (
     grid_of,
     measure_grid,
     parsed,
+    part_of_file,
     texts_parser,
 )
 from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
@@ -208,8 +207,8 @@ def write_plans(args: Any) -> int:
 
 def grids(args: Any, device: torch.device, sources: Sequence[Any]) -> Iterator[tuple[Grid, ResultsFile]]:
     """Yields for each model and context its grid and its part of the results file."""
-    file_name, card = f"cards_{machine_of(device)}.jsonl", CARDS[args.card]
-    path = results_folder(args.out, args.tiny) / file_name
+    card = CARDS[args.card]
+    path = results_folder(args.out, args.tiny) / f"cards_{machine_of(device)}.jsonl"
     tiny = TINY_OPTIONS | {"offload": True, "levels": 3} if args.tiny else {}
     options = card.options | tiny | dict(args.set)
     for name in args.models:
@@ -221,10 +220,9 @@ def grids(args: Any, device: torch.device, sources: Sequence[Any]) -> Iterator[t
                 "shape": model.shape, "model": f"{model.name}, inflated", "options": options,
                 "vocabulary": inflated_vocabulary(shapes[0]), "card": card.name, "context": context,
             }  # fmt: skip
-            settings = settings_of(plan, args.seed, device.type == "cpu")
             changed = [f"{key}-{value}" for key, value in sorted(dict(args.set).items())]
             part = "-".join([card.name, name, str(context), *changed])
-            yield grid, ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
+            yield grid, part_of_file(path, part, plan, args, device, rows)
 
 
 @contextmanager

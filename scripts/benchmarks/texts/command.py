@@ -85,18 +85,29 @@ def files_by_shape(
 
     What is measured with other options than the defaults is a part of its own.
     """
-    file_name = f"{name}_{machine_of(device)}.jsonl"
-    path = results_folder(args.out, args.tiny) / file_name
+    path = results_folder(args.out, args.tiny) / f"{name}_{machine_of(device)}.jsonl"
     for shape in args.shapes:
         shapes = pair_shapes(SHAPES[shape], args.tiny)
         grid, wide = grid_of(args, shapes, sources, args.contexts, dict(args.set)), shapes[0]
         model = "embedded pair" if wide is None else f"{wide} inflated"
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
         plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
-        settings = settings_of(plan, args.seed, device.type == "cpu")
         named = [shape, *(f"{name}-{value}" for name, value in sorted(grid.options.items()))]
         part = re.sub(r"[^\w.-]+", "_", "-".join(named))
-        yield grid, ResultsFile(path, part, settings, make_rows, None if args.tiny else RESULTS / file_name)
+        yield grid, part_of_file(path, part, plan, args, device, make_rows)
+
+
+def part_of_file(
+    path: Path, part: str, plan: Record, args: argparse.Namespace, device: torch.device, make_rows: Rows
+) -> ResultsFile:
+    """Returns a part of a results file. A new file begins as a copy of that of its name in docs/results,
+    unless the run is tiny.
+
+    Args:
+        plan: what is measured, for the settings of the part.
+    """
+    settings = settings_of(plan, args.seed, device.type == "cpu")
+    return ResultsFile(path, part, settings, make_rows, None if args.tiny else RESULTS / path.name)
 
 
 def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:

@@ -29,17 +29,13 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.given_models import Models, configuration, digest_of
-from scripts.benchmarks.common.results import (
-    RESULTS,
-    Record,
-    ResultsFile,
-    settings_of,
-)
+from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.texts.command import (
     found_texts,
     grid_of,
     grid_parser,
     measure_grid,
+    part_of_file,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
@@ -127,8 +123,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options: Record = {**(tiny if args.tiny else {}), **dict(args.set)}
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
     limit = TimeLimit(args.seconds)
-    file_name = f"real_model_{machine_of(device)}.jsonl"
-    path = results_folder(args.out, args.tiny) / file_name
+    path = results_folder(args.out, args.tiny) / f"real_model_{machine_of(device)}.jsonl"
     own = [n for n in contexts_here if n + args.new_tokens <= native]
     longer = [n for n in contexts_here if n + args.new_tokens > native]
     if too_long := [n for n in longer if n + args.new_tokens > STRETCH * native]:
@@ -139,8 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 "shape": part, "model": name, "options": options, "draft": draft,
                 "vocabulary": models.vocabulary(),
             }  # fmt: skip
-            settings = settings_of(plan, args.seed, not on_gpu)
-            file = ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
+            file = part_of_file(path, part, plan, args, device, rows)
             grid = grid_of(args, (models.shape, models.draft_shape), sources, contexts, options)
             new_engine = partial(models.engine, None, options)
             run = GridRun(grid, file, texts, device, limit, args.seed, new_engine)
