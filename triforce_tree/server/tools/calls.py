@@ -123,6 +123,10 @@ def sequence(*elements: Shape) -> Shape:
     return {"type": "sequence", "elements": list(elements)}
 
 
+def optional(shape: Shape) -> Shape:
+    return {"type": "optional", "content": shape}
+
+
 def separated(tags: list[Shape], separator: str, several: bool) -> Shape:
     """Returns the structure of one of ``tags``, or of one or several."""
     return {

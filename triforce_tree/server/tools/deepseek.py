@@ -34,12 +34,10 @@ class DeepSeek:
     """
 
     fenced: bool = True
-    opening: tuple[str, ...] = (_BEGIN,)
-    closing: str = _END
-    at_start: bool = False
-    markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
-    id_length: int | None = None
-    pieces: Pieces | None = _PIECES
+
+    opening, closing, at_start = (_BEGIN,), _END, False
+    markers, id_length = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR), None
+    pieces = _PIECES
 
     def fits(self, template: str) -> bool:
         return _BEGIN in template and ("```json" in template) is self.fenced

@@ -11,6 +11,7 @@ from triforce_tree.server.tools.calls import (
     constant,
     json_shape,
     only,
+    optional,
     sequence,
     tag,
 )
@@ -42,7 +43,7 @@ class Harmony:
         return _Messages(tools)
 
     def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
-        return sequence(_optional(_before("analysis")), {"type": "or", "elements": _calls(tools)})
+        return sequence(optional(_before("analysis")), {"type": "or", "elements": _calls(tools)})
 
     def text_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
         before = {"type": "or", "elements": [_before("analysis"), _before("commentary")]}
@@ -50,7 +51,7 @@ class Harmony:
         return sequence({"type": "star", "content": before}, last)
 
     def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
-        return sequence(_optional(_before("analysis")), _final(content))
+        return sequence(optional(_before("analysis")), _final(content))
 
 
 def _calls(tools: Tools) -> list[Shape]:
@@ -65,10 +66,6 @@ def _final(content: Shape) -> Shape:
 def _before(channel: str) -> Shape:
     """Returns the structure of a message that another one follows."""
     return tag(f"{_CHANNEL}{channel}{_MESSAGE}", {"type": "any_text"}, f"{_ENDS[0]}{_START}assistant")
-
-
-def _optional(shape: Shape) -> Shape:
-    return {"type": "optional", "content": shape}
 
 
 class _Messages:

@@ -14,6 +14,7 @@ from triforce_tree.server.tools.calls import (
     call_of,
     constant,
     json_shape,
+    optional,
     parsed,
     separated,
     sequence,
@@ -134,9 +135,6 @@ def _python_arguments(schema: Schema) -> Shape:
     def argument(name: str, before: str) -> Shape:
         own = properties[name] if isinstance(properties[name], dict) else {}
         return sequence(constant(f"{before}{name}="), json_shape({**own, **shared}))
-
-    def optional(shape: Shape) -> Shape:
-        return {"type": "optional", "content": shape}
 
     required = [name for name in properties if name in needed]
     others = [name for name in properties if name not in needed]

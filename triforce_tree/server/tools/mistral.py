@@ -39,13 +39,12 @@ class Mistral:
     """
 
     listed: bool = False
-    opening: tuple[str, ...] = (_CALLS,)
-    closing: str = ""
-    at_start: bool = False
-    markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+
+    opening, closing, at_start = (_CALLS,), "", False
+    markers = (_CALLS, _ID, _ARGUMENTS)
     # The chat templates refuse other identifiers.
-    id_length: int | None = 9
-    pieces: Pieces | None = _PIECES
+    id_length = 9
+    pieces = _PIECES
 
     def fits(self, template: str) -> bool:
         return _CALLS in template and (_ARGUMENTS in template) is not self.listed

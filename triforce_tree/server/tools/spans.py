@@ -11,6 +11,7 @@ from triforce_tree.server.tools.calls import (
     Shape,
     Tools,
     UnfinishedCallError,
+    optional,
     regex,
     sequence,
     tag,
@@ -153,7 +154,7 @@ class Reasoning:
         if self.inside:
             return sequence(tag("", text, self.closing), blanks, shape)
         thoughts = sequence(tag(self.opening, text, self.closing), blanks)
-        return sequence({"type": "optional", "content": thoughts}, shape)
+        return sequence(optional(thoughts), shape)
 
 
 @dataclass(frozen=True)
