@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import StoppingCriteriaList
 
 from triforce_tree.check.compare import ms_per_token, token_count
@@ -14,6 +13,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
 from triforce_tree.engine import Engine
 from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.runtime.devices import memory_is_short
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.stats import rate_text
 from triforce_tree.sessions.session import Session
@@ -123,9 +123,7 @@ class _Talk:
             screen().print("interrupted; the conversation goes on")
             return 130
         except (RuntimeError, MemoryError) as error:
-            # The CPU's allocator has no error of its own.
-            short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-            if not short:
+            if not memory_is_short(error):
                 raise
             why = " ".join(str(error).split()) or type(error).__name__
             screen().print(f"out of memory ({why}); the conversation is as it was before this line")

@@ -91,6 +91,7 @@ def _run(args: argparse.Namespace, imports: AbstractContextManager[None]) -> int
         from triforce_tree.cli import console
         from triforce_tree.kernels.device import KernelError
         from triforce_tree.runtime import distributed
+        from triforce_tree.runtime.devices import memory_is_short
         from triforce_tree.runtime.rank_watch import LostRankError
 
         command = import_module(args.module)
@@ -114,9 +115,7 @@ def _run(args: argparse.Namespace, imports: AbstractContextManager[None]) -> int
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, LostRankError) and not args.traceback:
             return 1 if error.said else _failed(_message(error), 1)
-        # The CPU's allocator has no error of its own.
-        short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-        if args.traceback or not short:
+        if args.traceback or not memory_is_short(error):
             raise
         less = "ask for shorter prompts or fewer texts at once"
         if isinstance(error, torch.OutOfMemoryError):

@@ -15,6 +15,11 @@ from torch import Tensor
 _LOG = logging.getLogger(__name__)
 
 
+def memory_is_short(error: BaseException) -> bool:
+    """Returns whether an error says that memory is short; the CPU's allocator has no error of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+
+
 def device_of(name: str | torch.device | None = None) -> torch.device:
     """Returns the device with a name; without a name CUDA if it is available, else the CPU.
 

@@ -4,7 +4,7 @@ import logging
 import traceback
 import uuid
 
-import torch
+from triforce_tree.runtime.devices import memory_is_short
 
 _LOG = logging.getLogger("triforce_tree.server")
 
@@ -27,8 +27,7 @@ def client_message(error: BaseException) -> str:
     """
     if isinstance(error, LateError):
         return str(error)
-    short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
     trace = "".join(traceback.format_exception(error))
-    if short:
+    if memory_is_short(error):
         return logged(trace, "the server is short of memory for this request")
     return logged(trace)
