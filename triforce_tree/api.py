@@ -160,26 +160,30 @@ def load(
             small = on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
         distributed.check_equal({"drafts": None if small is None else settings_of(small.config)})
 
-        def engine(layers: Drafter | None = None) -> Engine:
+        def engine(layers: Drafter | None) -> Engine:
             return Engine(loaded, own or layers or small, tokenizer, config, given, streamed, own_tokenizer)
 
-        drafts = drafter is not None or draft is not None or config.levels == 1
-        if drafter == "mtp" or not (packed or streamed or group or drafts):
-            return _with_mtp(loaded, given, drafter == "mtp", engine)
-        return engine()
+        free = drafter is None and draft is None and config.levels != 1
+        may = free and not (packed or streamed or group)
+        return _with_mtp(loaded, given, drafter == "mtp", may, engine)
 
 
 def _with_mtp(
-    target: PreTrainedModel, given: Mapping[str, Any], named: bool, engine: Callable[[Drafter | None], Engine]
+    target: PreTrainedModel,
+    given: Mapping[str, Any],
+    named: bool,
+    may: bool,
+    engine: Callable[[Drafter | None], Engine],
 ) -> Engine:
-    """Returns an engine that drafts with the MTP layers in the target's checkpoint, if it has any.
+    """Returns an engine that drafts with the MTP layers in the target's checkpoint, if the user asked for
+    them, or if it may draft with them and there are some.
 
     Args:
         named: whether the user asked for them. Otherwise layers that cannot be used are left out, and the
             reason is logged.
-        engine: makes the engine.
+        engine: makes the engine, from the layers or None.
     """
-    layers = mtp_drafter(target, given, named)
+    layers = mtp_drafter(target, given, named) if named or may else None
     try:
         return engine(layers)
     except UnusableDrafterError as error:
@@ -256,15 +260,12 @@ def custom_generate(
                 if source is not None:
                     small = on_one_device(load_model(source, model.device, model.dtype), model.device)
 
-                def engine(layers: Drafter | None = None) -> Engine:
+                def engine(layers: Drafter | None) -> Engine:
                     drafts = own or layers or small
                     return Engine(model, drafts, own_tokenizer, config, given, draft_tokenizer=others)
 
-                if drafter == "mtp" or not (drafter is not None or draft is not None or config.levels == 1):
-                    made = _with_mtp(model, given, drafter == "mtp", engine)
-                else:
-                    made = engine()
-                engines[id(model)] = made
+                may = drafter is None and draft is None and config.levels != 1
+                engines[id(model)] = _with_mtp(model, given, drafter == "mtp", may, engine)
         used = engines[id(model)]
         processors, criteria, options = (
             kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")
