@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from triforce_tree.server.scheduler import Scheduler
 from triforce_tree.server.text_stream import ServedText
 
+_NAMESPACE = "triforce_tree"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -49,7 +50,7 @@ class _AsVLLM(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            own = metric.name.removeprefix("triforce_tree_")
+            own = metric.name.removeprefix(f"{_NAMESPACE}_")
             for name in (f"vllm:{theirs}" for theirs in _VLLM.get(own, ())):
                 named = Metric(name, metric.documentation, metric.type)
                 for sample in metric.samples:
@@ -85,71 +86,51 @@ class Metrics:
         self._ended_prompts = 0
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
-
-        def named(name: str) -> str:
-            return f"triforce_tree_{name}"
-
-        self._requests = Counter(named("sequences"), "Sequences by outcome.", ["outcome"], registry=registry)
-        self._prompt = Counter(named("prompt_tokens"), "Tokens of prompts.", registry=registry)
-        self._new = Counter(named("new_tokens"), "Tokens generated.", registry=registry)
-        self._proposed = Counter(
-            named("proposed_tokens"), "Draft tokens that the target verified.", registry=registry
-        )
-        self._accepted = Counter(
-            named("accepted_tokens"), "Draft tokens that the target accepted.", registry=registry
-        )
+        own: dict[str, Any] = {"namespace": _NAMESPACE, "registry": registry}
+        timed = own | {"buckets": _SECONDS}
+        self._requests = Counter("sequences", "Sequences by outcome.", ["outcome"], **own)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
+        self._new = Counter("new_tokens", "Tokens generated.", **own)
+        self._proposed = Counter("proposed_tokens", "Draft tokens that the target verified.", **own)
+        self._accepted = Counter("accepted_tokens", "Draft tokens that the target accepted.", **own)
         self._passes = Counter(
-            named("sequence_passes"),
+            "sequence_passes",
             "Passes of the target, counted for each sequence of the batch; each adds one token and the draft "
             "tokens that it accepted.",
-            registry=registry,
+            **own,
         )
         self._reused = Counter(
-            named("reused_tokens"),
-            "Tokens of prompts whose keys and values were still cached.",
-            registry=registry,
+            "reused_tokens", "Tokens of prompts whose keys and values were still cached.", **own
         )
-        self._waited = Histogram(
-            named("queue_seconds"), "Seconds of a sequence in the queue.", buckets=_SECONDS, registry=registry
-        )
+        self._waited = Histogram("queue_seconds", "Seconds of a sequence in the queue.", **timed)
         self._first = Histogram(
-            named("first_token_seconds"), "Seconds from a request to the first token of a sequence.",
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+            "first_token_seconds", "Seconds from a request to the first token of a sequence.", **timed
+        )
         self._whole = Histogram(
-            named("sequence_seconds"), "Seconds from a request to the end of a sequence.",
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+            "sequence_seconds", "Seconds from a request to the end of a sequence.", **timed
+        )
         self._prefill = Histogram(
-            named("prefill_seconds"),
-            "Seconds of the prefill of prompts that began together.",
-            buckets=_SECONDS,
-            registry=registry,
+            "prefill_seconds", "Seconds of the prefill of prompts that began together.", **timed
         )
         self._token = Histogram(
-            named("token_seconds"), "Seconds of decoding per new token of a sequence.",
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=registry,
+            "token_seconds", "Seconds of decoding per new token of a sequence.",
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), **own,
         )  # fmt: skip
         self._between = Histogram(
-            named("inter_token_seconds"),
+            "inter_token_seconds",
             "Seconds between two passes of a sequence, divided among the tokens of the later one.",
-            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, 10),
-            registry=registry,
-        )
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, 10), **own,
+        )  # fmt: skip
         self._stored = Gauge(
-            named("kv_stored_tokens"),
+            "kv_stored_tokens",
             "KV slots in use by running sequences; a slot shared by several counts once.",
-            registry=registry,
+            **own,
         )
         self._shared = Gauge(
-            named("kv_shared_tokens"),
-            "KV slots saved in running sequences by sharing common prefixes.",
-            registry=registry,
+            "kv_shared_tokens", "KV slots saved in running sequences by sharing common prefixes.", **own
         )
-        self._waiting = Gauge(named("waiting_sequences"), "Sequences in the queue.", registry=registry)
-        self._running = Gauge(
-            named("running_sequences"), "Sequences that are being decoded.", registry=registry
-        )
+        self._waiting = Gauge("waiting_sequences", "Sequences in the queue.", **own)
+        self._running = Gauge("running_sequences", "Sequences that are being decoded.", **own)
 
     def watch(self, scheduler: Scheduler) -> None:
         """Reports the queue and the KV slots of this scheduler."""
@@ -203,7 +184,7 @@ class Metrics:
         """Returns what was counted since the start."""
 
         def total(name: str) -> int:
-            return int(self._registry.get_sample_value(f"triforce_tree_{name}_total") or 0)
+            return int(self._registry.get_sample_value(f"{_NAMESPACE}_{name}_total") or 0)
 
         return Totals(
             total("prompt_tokens"), total("new_tokens"), total("sequence_passes"), total("reused_tokens"),
