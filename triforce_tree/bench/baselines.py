@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import listed_ids
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,8 @@ class Job:
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        eos = engine.target.settings.eos_token_id
-        if eos is not None:
-            options["suppress_tokens"] = eos if isinstance(eos, list) else [eos]
+        if ends := listed_ids(engine.target.settings.eos_token_id):
+            options["suppress_tokens"] = ends
         return options
 
 

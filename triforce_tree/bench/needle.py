@@ -65,8 +65,7 @@ class Haystack:
     def needle(self, length: int, depth: float, trial: int, seed: int = 0) -> Needle:
         """Returns a prompt of ``length`` tokens with its needle at ``depth`` (0 the start, 1 the end)."""
         draw = random.Random(f"{seed}/{length}/{depth}/{trial}")
-        name = draw.choice(planted.names())
-        number = "".join(draw.choices("0123456789", k=planted.DIGITS))
+        name, number = planted.drawn(draw)
         fact = token_ids(self.tokenizer, planted.fact(name, number))
         question = token_ids(self.tokenizer, planted.question(name))
         hay_tokens = length - len(fact) - len(question)
@@ -135,23 +134,13 @@ def heat_map(
     path: Path,
     model: str = "",
 ) -> None:
-    """Writes an image of the accuracy by length and depth."""
+    """Writes an image of the accuracy by length and depth, whose title names the model and the trials of a
+    cell.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
-    draw(figure.add_subplot(), records, through, lengths, depths, model)
-    figure.savefig(path)
-
-
-def draw(
-    axes: Any,
-    records: Sequence[Record],
-    through: str,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    model: str = "",
-) -> None:
-    """Draws the heat map on axes of matplotlib. The title names the model and the trials per cell."""
+    axes: Any = figure.add_subplot()
     cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -167,4 +156,5 @@ def draw(
             ink = "black" if value is None or 0.2 < value < 0.8 else "white"
             text = "" if value is None else f"{value:.2f}"
             axes.text(x, y, text, ha="center", va="center", color=ink)
-    axes.figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path)

@@ -8,7 +8,6 @@ import argparse
 import random
 import re
 from collections.abc import Sequence as Sequences
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -37,6 +36,7 @@ from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.engine import Engine
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.pair import needle as planted
+from triforce_tree.runtime.token_ids import listed_ids
 from triforce_tree.text.new_text import new_text
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -46,30 +46,17 @@ _PASSAGE = re.compile(r"function call with a 3-tuple as the\s+sole\s+argument\.\
 _DEPTH = 0.125
 
 
-@dataclass(frozen=True)
-class HiddenNumber:
-    """A number in the prompt, and the question for it."""
-
-    name: str
-    number: str
-
-    @classmethod
-    def drawn(cls, seed: int) -> "HiddenNumber":
-        draw = random.Random(seed)
-        return cls(draw.choice(planted.names()), "".join(draw.choices("0123456789", k=planted.DIGITS)))
-
-
 def run(args: argparse.Namespace) -> int:
     show = results(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    hidden = HiddenNumber.drawn(args.seed)
-    prompt = _prompt(engine, args, token_ids(engine.tokenizer, planted.fact(hidden.name, hidden.number)))
-    question = token_ids(engine.tokenizer, planted.question(hidden.name))
+    name, number = planted.drawn(random.Random(args.seed))
+    prompt = _prompt(engine, args, token_ids(engine.tokenizer, planted.fact(name, number)))
+    question = token_ids(engine.tokenizer, planted.question(name))
     to_probs = ProbsFromLogits.at(args.temperature)
     show.print(
         f"{len(prompt):,} tokens of Python's help topics, an eighth of them before this: "
-        f"{planted.fact(hidden.name, hidden.number).strip()}"
+        f"{planted.fact(name, number).strip()}"
     )
     new_tokens = args.new_tokens + len(question) + ANSWER_TOKENS
     if (plan := engine.memory_plan(len(prompt), new_tokens)) is not None:
@@ -81,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         with PrefillBar(len(prompt) + len(question) - 1, interrupt) as progress:
             program.prefill([[*prompt, *question]], progress)
         answer = _answer(engine, program, [*prompt, *question], interrupt)
-        show.print(Text.assemble(planted.question(hidden.name).strip(), (answer, "bold")))
+        show.print(Text.assemble(planted.question(name).strip(), (answer, "bold")))
         pair = SideBySide(program, to_probs, args.seed, lambda: interrupt.requested, _stop_tokens(engine))
         pieces = _continued(engine, pair, prompt, args.new_tokens, show)
     ours = [token for piece in pieces for token in piece.tokens]
@@ -100,7 +87,12 @@ def run(args: argparse.Namespace) -> int:
             "new_tokens": len(ours),
             "text": new_text(engine.tokenizer, prompt, ours),
             "repeated_8grams": repeated_share(ours),
-            "needle": asdict(hidden) | {"answer": answer, "found": answer.strip().startswith(hidden.number)},
+            "needle": {
+                "name": name,
+                "number": number,
+                "answer": answer,
+                "found": answer.strip().startswith(number),
+            },
             "identical": (not differs) if greedy else None,
             "first_difference": common_prefix(ours, alone) if differs else None,
             "tie": found.tie if found else None,
@@ -153,8 +145,7 @@ def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interru
 
 
 def _stop_tokens(engine: Engine) -> frozenset[int]:
-    ids = engine.target.settings.eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(listed_ids(engine.target.settings.eos_token_id))
 
 
 def _continued(

@@ -5,6 +5,8 @@ too. The tokenizer splits digits one by one: an answer is a blank and six digit 
 decoding is right when the six digits are. ``names`` are pairs of an adjective and a noun.
 """
 
+from random import Random
+
 ADJECTIVES = (
     "amber", "ancient", "bitter", "blue", "brave", "bright", "broken", "calm", "clever", "cold",
     "copper", "crimson", "curious", "dark", "distant", "dry", "eager", "early", "empty", "fierce",
@@ -24,6 +26,11 @@ NOUNS = (
     "whale", "willow", "window", "winter", "wizard", "wolf",
 )  # fmt: skip
 DIGITS = 6
+
+
+def drawn(draw: Random) -> tuple[str, str]:
+    """Returns a name and a number."""
+    return draw.choice(names()), "".join(draw.choices("0123456789", k=DIGITS))
 
 
 def names() -> list[str]:
