@@ -72,7 +72,6 @@ def speed_of(records: Records) -> list[Record]:
     }
     made: list[Record] = []
     for (length, temperature, method), group in groups.items():
-        context = records.settings["context"] if length is None else length
         same = {m: ms for (n, t, m), ms in speed.items() if (n, t) == (length, temperature)}
         baselines, ms = [same[m] for m in BASELINES if m in same], same[method]
         rates = {
@@ -80,13 +79,13 @@ def speed_of(records: Records) -> list[Record]:
             for name in sorted({name for r in group for name in r["acceptance"]})
         }
         made.append({
-            "method": method, "temperature": temperature, "context": context,
+            "method": method, "temperature": temperature, "context": length,
             "new_tokens": records.settings["new_tokens"], "ms_per_token": round(ms, 3),
             "speedup_vs_best_baseline": round(min(baselines) / ms, 3) if baselines else None,
             "acceptance": {name: round(rate, 4) for name, rate in rates.items()},
             "repeated_8grams": round(statistics.median(r["repeated_8grams"] for r in group), 4),
             "prompts": len(group),
-            "prompt_tokens": int(statistics.median(r.get("prompt_tokens", context) for r in group)),
+            "prompt_tokens": int(statistics.median(r["prompt_tokens"] for r in group)),
         })  # fmt: skip
     return made
 
