@@ -169,7 +169,8 @@ def _engine(args: argparse.Namespace) -> None:
     """Checks the options that ``load`` takes, and the files that they name."""
     options = engine_options(args)
     HierarchyConfig.from_options(**options)
-    _device(args.device)
+    if args.device is not None and _DEVICE.fullmatch(args.device) is None:
+        raise ValueError(f"device={args.device!r} is unknown; use cpu or cuda")
     target = _target_source(args)
     args.drafter, args.draft = with_assistant(args.drafter, args.draft)
     draft = args.draft
@@ -217,13 +218,6 @@ def _check_tokens(args: argparse.Namespace, tokens: int, new: int) -> None:
     else:
         positions = model_folder.named_positions(model_folder.settings_of(source)[1])
     check_positions(tokens, new, positions)
-
-
-def _device(name: str | None) -> None:
-    if name is None:
-        return
-    if _DEVICE.fullmatch(name) is None:
-        raise ValueError(f"device={name!r} is unknown; use cpu or cuda")
 
 
 def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:

@@ -46,7 +46,7 @@ def missing(args: argparse.Namespace) -> str | None:
     """Returns the error message for a file to read that does not exist, or None if all exist."""
     given = {name: getattr(args, name, None) for name in ("prompt", "file", "messages", "mine", "results")}
     for name, path in given.items():
-        if path in (None, "-") or _exists(path):
+        if path in (None, "-") or os.path.exists(path):
             continue
         said = f"{path}: No such file or directory"
         if name == "prompt":
@@ -57,13 +57,6 @@ def missing(args: argparse.Namespace) -> str | None:
                 said += ", or ask with --chat 'question'"
         return said
     return None
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.exists(path)
-    except ValueError:  # a zero byte
-        return False
 
 
 def _messages(path: str) -> list[dict[str, Any]]:
