@@ -6,6 +6,7 @@ from typing import Any
 from scripts.benchmarks.common.results import Record, rounded
 from scripts.benchmarks.peers.protocol import Answer
 from triforce_tree.bench.results import repeated_share
+from triforce_tree.kv.cached_tokens import common_prefix
 
 # What a contender is, and where it was measured.
 WHO = ("engine", "format", "mode")
@@ -110,6 +111,5 @@ def _agreement(sample: Record, samples: list[Record]) -> int | None:
         if "missing" in other or (other["engine"], other["mode"]) != _REFERENCE:
             continue
         if all(other[name] == sample[name] for name in same):
-            pairs = list(zip(sample["tokens"][0], other["tokens"][0], strict=True))
-            return next((at for at, (own, ref) in enumerate(pairs) if own != ref), len(pairs))
+            return common_prefix(sample["tokens"][0], other["tokens"][0])
     return None

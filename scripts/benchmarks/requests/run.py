@@ -34,6 +34,7 @@ from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.config import load_arguments
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.sessions.session import Session
 
@@ -112,15 +113,12 @@ def rows_of(shape: str, context: int, ours: list[Record], plain: list[Record]) -
     rows = []
     for own, other in zip(ours, plain, strict=True):
         tokens, reference = own.pop("tokens"), other.pop("tokens")
-        same = next(
-            (n for n, (a, b) in enumerate(zip(tokens, reference, strict=True)) if a != b), len(tokens)
-        )
         rows.append({
             "shape": shape, "context": context, **own, "plain": {name: other[name] for name in _SECONDS},
             "speedup": other["seconds"] / own["seconds"],
             "of_cold_first_token": own["first_token_seconds"] / ours[0]["first_token_seconds"],
             # Greedy texts part at ties, after which the questions of later turns stand behind other texts.
-            "same_tokens": same,
+            "same_tokens": common_prefix(tokens, reference),
         })  # fmt: skip
     return rows
 
