@@ -7,7 +7,7 @@ a small model repeat themselves, which flatters every drafter.
 from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, file_named, listing
-from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_at
+from scripts.benchmarks.common.results import RESULTS, content_at
 from scripts.benchmarks.peers import tables as peers
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
@@ -203,9 +203,7 @@ def limited(r: Record) -> str:
 
 def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
     """Returns the files, and the vocabularies of their models."""
-    entries = {
-        _SIZES[r["model"]]: r["origin"][2]["settings"].get("vocabulary") or PAIR_VOCABULARY for r in rows
-    }
+    entries = {_SIZES[r["model"]]: r["origin"][2]["settings"]["vocabulary"] for r in rows}
     sizes = ", ".join(f"{size} {n:,}" for size, n in entries.items())
     return f"Entries of the vocabularies: {sizes}. From {_files_of(rows)}.\n"
 

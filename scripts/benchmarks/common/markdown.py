@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from triforce_tree.bench.tables import grid
 
 Record = dict[str, Any]
@@ -86,13 +85,6 @@ class Table:
     file: str
     make: Callable[[Record], str | None]
     command: str
-
-
-def vocabulary_note(settings: Record) -> str:
-    """Returns the vocabulary of an inflated pair; the pair's own where a file is older than inflated ones."""
-    if (entries := settings.get("vocabulary")) is None:
-        return f"vocabulary of {PAIR_VOCABULARY:,} entries (the embedded pair's)"
-    return f"vocabulary of {entries:,} entries"
 
 
 def file_note(file: str, runs: Mapping[str, Record]) -> str:

@@ -21,8 +21,6 @@ REQUESTS: Columns = {
     "of the cold one": "{of_cold_first_token:.1%}", "decode, s": "{decode_seconds:.2f}",
     "**whole, s**": "**{seconds:.2f}**", "plain, s": "{plain[seconds]:.2f}",
     "**speed-up**": "**{speedup:.2f}x**",
-}  # fmt: skip
-_ACCEPTANCE: Columns = {
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
     "tokens a pass": "?{tokens_per_pass:.1f}",
 }  # fmt: skip
@@ -31,20 +29,6 @@ _NOTE = (
     "One {hardware}, {dtype}, greedy, {new_tokens} new tokens, text {text}, medians of {runs} runs, torch "
     "{versions[torch]}. "
 )
-
-
-def _columns(content: Record) -> Columns:
-    """Files that are older than the columns of acceptance go without them."""
-    return REQUESTS | _ACCEPTANCE if "tokens_per_pass" in content["rows"][0] else REQUESTS
-
-
-def _table(file: str, command: str) -> Table:
-    def make(content: Record) -> str | None:
-        caption = noted(_NOTE, file)
-        # Older files, all of GPUs, do not name it.
-        return listing(_columns, caption=caption, left=2)({"dtype": "bf16"} | content)
-
-    return Table(file, make, command)
 
 
 _CLIENTS: Columns = {
@@ -167,6 +151,8 @@ TABLES = {
         listing(_CLIENTS, _by_cell, noted(_SERVING_NOTE, SERVING)),
         "python -m scripts.benchmarks serving",
     ),
-    "requests": _table(FILE, _COMMAND),
-    "requests_cpu": _table(CPU_FILE, f"{_COMMAND} --pair"),
+    "requests": Table(FILE, listing(REQUESTS, caption=noted(_NOTE, FILE), left=2), _COMMAND),
+    "requests_cpu": Table(
+        CPU_FILE, listing(REQUESTS, caption=noted(_NOTE, CPU_FILE), left=2), f"{_COMMAND} --pair"
+    ),
 }

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing, vocabulary_note
+from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing
 from scripts.benchmarks.sources.registry import KINDS, SOURCES
 from triforce_tree.bench.tables import grid
 
@@ -128,7 +128,7 @@ def origin_of(content: Record) -> str:
         versions = part["versions"]
         machine = (
             f"{part['hardware']}, torch {versions['torch']}, transformers {versions['transformers']}, "
-            f"{vocabulary_note(part['settings'])}, {part['date']}"
+            f"vocabulary of {part['settings']['vocabulary']:,} entries, {part['date']}"
         )
         machines.setdefault(machine, []).append(name)
         for text in part["notes"]:

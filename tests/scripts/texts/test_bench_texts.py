@@ -132,7 +132,8 @@ def sample(method: str, ms: float, context: int, seed: int = 0, temperature: flo
 
 def content(script: Any) -> Any:
     part = {
-        "hardware": "a machine", "settings": {"model": "m inflated", "shape": "7b", "options": {}},
+        "hardware": "a machine",
+        "settings": {"model": "m inflated", "shape": "7b", "options": {}, "vocabulary": 4096},
         "versions": {"torch": "1", "transformers": "2"}, "date": "today", "notes": ["text 'x' is short"],
         "commit": "c", "code": None,
     }  # fmt: skip

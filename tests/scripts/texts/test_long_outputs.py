@@ -78,7 +78,8 @@ def test_rows_and_the_table_have_a_line_for_each_bin(script: Any) -> None:
             for after in (15, 5)
         ]
     part = {
-        "hardware": "a machine", "settings": {"model": "m", "shape": "7b", "options": {}}, "commit": "c",
+        "hardware": "a machine", "commit": "c",
+        "settings": {"model": "m", "shape": "7b", "options": {}, "vocabulary": 4096},
         "versions": {"torch": "1", "transformers": "2"}, "date": "today", "notes": [],
     }  # fmt: skip
     rows = script("benchmarks.texts.positions").position_rows("7b", part, samples)
