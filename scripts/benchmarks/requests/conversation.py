@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +31,15 @@ from scripts.benchmarks.common.command import (
     TINY_OPTIONS,
     device_of,
     machine_of,
-    pair_shapes,
     parser,
     results_folder,
 )
 from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.timing import synchronize
-from scripts.benchmarks.requests.run import PAIR, FirstToken
+from scripts.benchmarks.requests.run import PAIR, FirstToken, inflated
 from scripts.benchmarks.requests.tables import ALONE, BESIDE, OF_RANDOM, QUESTIONS
 from scripts.benchmarks.requests.turns import PACKAGES, SYNTHETIC, trajectories, turn_prompts
 from scripts.benchmarks.sources.registry import Texts, named, prompts
-from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.bench.texts import token_ids
@@ -261,17 +258,17 @@ def main(words: Sequence[str]) -> int:
     if args.tiny:
         options |= {"prefill_chunk": 128}
     path = results_folder(args.out, args.tiny) / f"conversation_{machine_of(device)}.jsonl"
+    tuned = {**options, **(TINY_OPTIONS if args.tiny else {})}
     kinds: dict[str, Callable[[], Engine]] = {}
     for shape in args.shapes:
-        kinds[shape] = lambda shape=shape: _inflated(shape, device, args.tiny, options, args.seed)
+        kinds[shape] = lambda shape=shape: inflated(shape, device, args.tiny, tuned, args.seed)
     if args.target:
         more = load_arguments(options)
         kinds[Path(args.target).name] = lambda: triforce_tree.load(
             args.target, args.draft, device=device, **more
         )
     if not kinds:
-        pair = {**options, **({} if not args.tiny else TINY_OPTIONS)}
-        kinds[PAIR] = lambda: triforce_tree.load(device=device, dtype=torch.float32, **load_arguments(pair))
+        kinds[PAIR] = lambda: triforce_tree.load(device=device, dtype=torch.float32, **load_arguments(tuned))
         for kind in RANDOM:
             kinds[kind] = lambda kind=kind: random_engine(kind, options)
         kinds = {kind: make for kind, make in kinds.items() if kind in (args.kinds or kinds)}
@@ -316,14 +313,6 @@ def main(words: Sequence[str]) -> int:
         del engine
         free_memory()
     return 0
-
-
-def _inflated(shape: str, device: torch.device, tiny: bool, options: Record, seed: int) -> Engine:
-    big, small = pair_shapes(shape, tiny)
-    dtype: Any = torch.float32 if tiny else torch.bfloat16
-    target, draft, tokenizer = inflate_pair(big, device, dtype, small, seed)
-    more = TINY_OPTIONS if tiny else {}
-    return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments({**options, **more}))
 
 
 if __name__ == "__main__":

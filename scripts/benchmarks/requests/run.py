@@ -123,6 +123,14 @@ def rows_of(shape: str, context: int, ours: list[Record], plain: list[Record]) -
     return rows
 
 
+def inflated(shape: str, device: torch.device, tiny: bool, options: Record, seed: int) -> Engine:
+    """Returns an engine of the embedded pair in a shape, or in a trial run in a tiny one."""
+    big, small = pair_shapes(shape, tiny)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    target, draft, tokenizer = inflate_pair(big, device, dtype, small, seed)
+    return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
+
+
 def main(words: Sequence[str]) -> int:
     made = parser("benchmarks requests", __doc__)
     made.add_argument("--shapes", nargs="+", default=["llama-2-7b", "llama-3.1-8b"], metavar="SHAPE")
@@ -137,7 +145,6 @@ def main(words: Sequence[str]) -> int:
     device = device_of(made, on_cpu)
     contexts = [384] if args.tiny else args.contexts or ([16_384] if args.pair else [32_768, 122_880])
     new = 8 if args.tiny else args.new
-    dtype = torch.float32 if on_cpu else torch.bfloat16
     options: Record = {**TINY_OPTIONS, "prefill_chunk": 128} if args.tiny else {}
     [source] = named(args.text or ("python-topics" if args.pair else "austen"))
     text = Texts(args.texts).read(source)
@@ -147,24 +154,20 @@ def main(words: Sequence[str]) -> int:
     head["dtype"] = "fp32" if on_cpu else "bf16"
     for shape in [PAIR] if args.pair else args.shapes:
         if args.pair:
-            engine = triforce_tree.load(device=device, dtype=dtype, **load_arguments(options))
-            tokenizer, target = engine.tokenizer, engine.target.model
+            engine = triforce_tree.load(device=device, dtype=torch.float32, **load_arguments(options))
         else:
-            big, small = pair_shapes(shape, args.tiny)
-            target, draft, tokenizer = inflate_pair(big, device, dtype, small, args.seed)
-            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
-            del draft
+            engine = inflated(shape, device, args.tiny, options, args.seed)
         plain = engine.with_options(levels=1)
-        ids = token_ids(tokenizer, text)
+        ids = token_ids(engine.tokenizer, text)
         for context in contexts:
             [document] = prompts(source, ids, context)
             measured = [measure(own, document, new, args.runs) for own in (engine, plain)]
-            entries = target.config.vocab_size
+            entries = engine.target.vocab_size
             rows += [row | {"vocabulary": entries} for row in rows_of(shape, context, *measured)]
             print(*rows[-len(TURNS) :], sep="\n", flush=True)
             write(path, head | {"rows": rows})
         engine.close()
-        del engine, plain, target
+        del engine, plain
         free_memory()
     return 0
 
