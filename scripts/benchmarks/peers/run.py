@@ -16,17 +16,14 @@ where the last one ended.
 """
 
 import argparse
-import fcntl
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -54,8 +51,6 @@ _SHORT_PROMPT, _SHORT = 64, 8
 _ROOM = 64
 # The share of the CPUs' time that other programs may use without a measurement being repeated.
 _DISTURBED = 0.03
-# Seconds for which others wait for the lock.
-_HELD = 60.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,7 @@ class Comparison:
         self._args, self._file, self._prompts, self._on_gpu = args, file, found, on_gpu
         self._pythons = dict(args.python)
         self._loaded: dict[Contender, Loaded] = {}
-        self._limit, self._turns = TimeLimit(args.seconds), Turns(args.lock)
+        self._limit = TimeLimit(args.seconds)
 
     def measure(self, groups: Sequence[Sequence[Contender]], cells: Sequence[Cell]) -> bool:
         """Measures group by group, in a group cell by cell; returns False if the time is up."""
@@ -131,7 +126,6 @@ class Comparison:
                     self._limit.say("the time limit ends this run; the same command goes on from here")
                     return False
             finally:
-                self._turns.pause(after=0)
                 for each in self._loaded.values():
                     each.process.close()
                 self._loaded.clear()
@@ -194,7 +188,6 @@ class Comparison:
         request = Request(texts, self._args.new_tokens, cell.temperature, self._args.seed + cell.run)
         place = cell.temperature > 0, cell.context if self._on_gpu else 0
         process = loaded.process
-        self._turns.take()
         if place not in loaded.warm:
             short = [text[:_SHORT_PROMPT] for text in texts]
             other = Request(short, _SHORT, cell.temperature, request.seed)
@@ -206,7 +199,6 @@ class Comparison:
             others = OtherPrograms(process.pid, os.getpid())
             answer = process.generate(request)
         share = others.share()
-        self._turns.pause()
         if any(len(tokens) != request.new_tokens for tokens in answer.tokens):
             lengths = ", ".join(str(len(tokens)) for tokens in answer.tokens)
             raise ValueError(f"it wrote {lengths} tokens, not {request.new_tokens}")
@@ -215,7 +207,6 @@ class Comparison:
 
     def _load(self, contender: Contender, batch: int) -> bool:
         """Starts the contender's process; returns False, and notes why, if that fails."""
-        self._turns.pause(after=0)
         try:
             self._loaded[contender] = Loaded(self._start(contender, batch))
         except EngineError as error:
@@ -232,34 +223,6 @@ class Comparison:
         )  # fmt: skip
         python = self._pythons.get(contender.engine, sys.executable)
         return EngineProcess(contender.engine, python, load)
-
-
-class Turns:
-    """An exclusive lock of a file, so that others who take it too do not disturb the measurements.
-
-    It is held over several measurements, and given to others after some time.
-
-    Args:
-        path: of the file; None locks nothing.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._since = path, 0.0
-        self._file: TextIO | None = None
-
-    def take(self) -> None:
-        """Waits until nobody else holds the lock."""
-        if self._path is None or self._file is not None:
-            return
-        self._file = self._path.open("a")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._since = time.monotonic()
-
-    def pause(self, after: float = _HELD) -> None:
-        """Releases the lock if it was held for ``after`` seconds."""
-        if self._file is not None and time.monotonic() - self._since >= after:
-            self._file.close()
-            self._file = None
 
 
 def contenders(args: argparse.Namespace, on_gpu: bool) -> list[Contender]:
@@ -375,7 +338,6 @@ def _arguments(words: Sequence[str] | None) -> tuple[argparse.Namespace, argpars
     add("--batch", type=int, nargs="+", default=[1], help="prompts of a request")
     add("--threads", type=int, default=torch.get_num_threads(), help="of each engine on a CPU")
     add("--tries", type=int, default=3, help="requests of each kind at most, on CPUs that other programs use")
-    add("--lock", type=Path, help="file to lock (flock) during each measurement")
     args = made.parse_args(words)
     if args.tiny:
         vars(args).update(contexts=[200], new_tokens=32, seeds=1, kinds=args.kinds or ["documentation"])

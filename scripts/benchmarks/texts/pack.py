@@ -26,7 +26,6 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--out", type=Path, default=Path(FILE), help="the file to write")
     made.add_argument("--tokens", type=int, default=packed.KEPT_TOKENS, help="most tokens of each text")
-    made.add_argument("--all", action="store_true", help="exit code 1 where a text is missing")
     args = made.parse_args(words)
     try:
         check_writable(args.out)
@@ -34,12 +33,10 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(f"--out: {error}")
     tokenizer, here = load_tokenizer(PAIR / "target"), Texts()
     found: dict[str, str] = {}
-    missing = 0
     for source in (source for source in SOURCES if source.copies is None):
         try:
             found[source.name] = here.read(source)
         except MissingTextError as error:
-            missing += 1
             print(f"missing: {error}")
             continue
         kept = len(token_ids(tokenizer, packed.beginning(found[source.name], tokenizer, args.tokens)))
@@ -47,4 +44,4 @@ def main(words: Sequence[str] | None = None) -> int:
     licences = {source.name: source.licence for source in SOURCES}
     size = packed.write(args.out, found, licences, tokenizer, args.tokens)
     print(f"{args.out}: {len(found)} texts, {size / 1e6:.2f} MB")
-    return int(args.all and missing > 0)
+    return 0
