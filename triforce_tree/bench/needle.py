@@ -16,28 +16,6 @@ from triforce_tree.pair import needle as planted
 from triforce_tree.runtime.stats import Progress
 
 ANSWER_TOKENS = 12  # enough for the digits in any tokenizer
-Answer = Callable[[Sequence[int], int, StoppingCriteria | None, Progress | None], str]
-"""Returns the greedy text after a prompt, of at most so many tokens, up to the model's end token."""
-HIERARCHY, TARGET = "hierarchy", "target"
-
-
-def answer_by(engine: Engine, through: str) -> Answer:
-    """Returns the function that answers by all levels (``HIERARCHY``) or by the target alone (``TARGET``)."""
-    chosen = engine if through == HIERARCHY else engine.with_options(levels=1)
-
-    def answer(
-        prompt: Sequence[int], tokens: int, stop: StoppingCriteria | None, progress: Progress | None
-    ) -> str:
-        out = chosen.generate(
-            list(prompt),
-            do_sample=False,
-            max_new_tokens=tokens,
-            stopping_criteria=StoppingCriteriaList([stop] if stop else []),
-            progress=progress,
-        )
-        return str(out.text or "")
-
-    return answer
 
 
 @dataclass(frozen=True)
@@ -80,9 +58,16 @@ class Haystack:
         return Needle([*hay[:at], *fact, *hay[at:], *question], number)
 
 
-def found(answer: Answer, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
+def found(engine: Engine, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
     """Returns whether greedy decoding begins its answer with exactly the number."""
-    return answer(needle.prompt, ANSWER_TOKENS, stop, progress).strip().startswith(needle.number)
+    out = engine.generate(
+        needle.prompt,
+        do_sample=False,
+        max_new_tokens=ANSWER_TOKENS,
+        stopping_criteria=StoppingCriteriaList([stop] if stop else []),
+        progress=progress,
+    )
+    return str(out.text or "").strip().startswith(needle.number)
 
 
 def measure(
@@ -106,12 +91,12 @@ def measure(
         through: ``hierarchy`` answers by all levels, ``target`` by the target alone.
         progress: makes a prefill callback for a key and a number of tokens.
     """
-    answers = {by: answer_by(engine, by) for by in through}
+    engines = {by: engine if by == "hierarchy" else engine.with_options(levels=1) for by in through}
 
     def answer(key: Record) -> Record:
         needle = haystack.needle(key["length"], key["depth"], key["trial"], series.seed)
         reading = progress(key, len(needle.prompt))
-        return {"found": found(answers[key["through"]], needle, series.stop, reading)}
+        return {"found": found(engines[key["through"]], needle, series.stop, reading)}
 
     cells = product(lengths, depths, range(trials), through)
     keys = ({"through": by, "length": n, "depth": depth, "trial": i} for n, depth, i, by in cells)
