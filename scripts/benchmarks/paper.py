@@ -27,8 +27,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar
 from triforce_tree.cli.groups import (
-    add_hierarchy,
-    add_models,
+    add_engine,
     add_seed_and_out,
     add_text_source,
     engine_options,
@@ -296,8 +295,7 @@ def main(words: Sequences[str] | None = None) -> int:
     )  # fmt: skip
     add_seed_and_out(made)
     add_text_source(made)
-    add_models(made)
-    add_hierarchy(made)
+    add_engine(made)
     made.set_defaults(json=False)
     args = made.parse_args(words)
     try:

@@ -9,8 +9,7 @@ from typing import Any
 from triforce_tree import __version__
 from triforce_tree.cli.bench import arguments as bench
 from triforce_tree.cli.groups import (
-    add_hierarchy,
-    add_models,
+    add_engine,
     add_parser,
     add_prompt,
     add_sampling,
@@ -80,8 +79,7 @@ def _generate(subparsers: Any) -> None:
     )
     grammar.add_argument("--regex", metavar="PATTERN", help="the new text matches this regular expression")
     add_sampling(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
     parser.set_defaults(on_several_gpus=True)
 
 
@@ -97,8 +95,7 @@ def _explain(subparsers: Any) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _chat(subparsers: Any) -> None:
@@ -115,8 +112,7 @@ def _chat(subparsers: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer")
     add_sampling(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _check(subparsers: Any) -> None:
@@ -153,8 +149,7 @@ def _check(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling test")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _demo(subparsers: Any) -> None:
@@ -175,6 +170,5 @@ def _demo(subparsers: Any) -> None:
     parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of the hidden number, and of all draws")
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
     parser.set_defaults(levels=3, given=frozenset({"levels"}))

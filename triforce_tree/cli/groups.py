@@ -51,7 +51,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in SHOWN if name in args.given}, **args.advanced}
 
 
-def add_models(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the models, the hierarchy and the memory of an engine."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target",
@@ -86,10 +87,6 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="of the weights, or half, fp16, bf16, fp32; without it, the checkpoint's own (for GGUF "
         "bfloat16, and on the CPU the blocks of the file)",
     )
-
-
-def add_hierarchy(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the engine."""
     group = parser.add_argument_group("hierarchy")
     add = partial(group.add_argument, action=Given)
     add(

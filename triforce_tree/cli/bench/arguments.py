@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_seed_and_out, add_text_source
+from triforce_tree.cli.groups import add_engine, add_parser, add_seed_and_out, add_text_source
 from triforce_tree.cli.parsing import above_zero, depth, field, not_below_zero, positive, temperature
 
 # The names in bench.baselines.METHODS.
@@ -46,8 +46,7 @@ def _text(kinds: Any) -> None:
     )
     _timed(parser)
     add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _pg19(kinds: Any) -> None:
@@ -68,8 +67,7 @@ def _pg19(kinds: Any) -> None:
         help="books in a column `text`: a .jsonl, .json, .parquet or .csv file, or a folder",
     )
     _timed(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _timed(parser: Any) -> None:
@@ -133,8 +131,7 @@ def _needle(kinds: Any) -> None:
     add_seed_and_out(parser, "names, numbers and positions")
     parser.add_argument("--plot", help="image file for a heat map, such as map.png (pip install matplotlib)")
     add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
 
 
 def _serve(kinds: Any) -> None:

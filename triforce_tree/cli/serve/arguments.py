@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser
+from triforce_tree.cli.groups import add_engine, add_parser
 from triforce_tree.cli.parsing import above_zero, not_negative, positive
 from triforce_tree.server.tools.formats import FORMATS
 
@@ -74,5 +74,4 @@ def add(subparsers: Any) -> None:
         "--shutdown-timeout", type=positive, default=20, metavar="SECONDS",
         help="on SIGTERM or Ctrl-C running texts have so long to end",
     )  # fmt: skip
-    add_models(parser)
-    add_hierarchy(parser)
+    add_engine(parser)
