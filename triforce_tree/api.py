@@ -209,8 +209,8 @@ def generate(
     if isinstance(target, str | Path) or target is None:
         source = gguf_path(PAIR / "target" if target is None else target, loading.get("gguf_file"))
         loading["tokenizer"] = tokenizer_of(loading.get("tokenizer"), source)
-        new_tokens = given.get("max_new_tokens")
-        check_lengths(source, loading["tokenizer"], texts_of(inputs), 1 if new_tokens is None else new_tokens)
+        prompts, new_tokens = texts_of(inputs) or (), given.get("max_new_tokens")
+        check_lengths(source, loading["tokenizer"], prompts, 1 if new_tokens is None else new_tokens)
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
 

@@ -92,7 +92,7 @@ def prompts_of(
     device = given.device if isinstance(given, Tensor) else target.device
     if isinstance(given, Mapping):
         given, attention_mask = _opened(given, attention_mask)
-    texts = _texts(given)
+    texts = texts_of(given)
     if texts is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask belongs to token ids, and the prompt is text; leave it out")
@@ -174,8 +174,12 @@ def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     return batch["input_ids"], batch.get("attention_mask", attention_mask)
 
 
-def _texts(given: Any) -> list[Any] | None:
-    """Returns the prompts if they are texts or chats, and None if they are token ids."""
+def texts_of(given: Any) -> list[Any] | None:
+    """Returns the prompts of a call if they are texts or chats, and None if they are token ids.
+
+    Raises:
+        ValueError: the prompts are bytes, texts among others, or messages that cannot be used.
+    """
     if isinstance(given, str):
         return [given]
     if isinstance(given, (bytes, bytearray)):
@@ -262,19 +266,6 @@ def _shape(lengths: list[int]) -> str:
 
 def _named(kinds: set[type]) -> str:
     return " and ".join(sorted(kind.__name__ for kind in kinds))
-
-
-def texts_of(inputs: Any) -> list[str | Chat]:
-    """Returns the texts and chats among the prompts of a call; the list is empty if they are token ids.
-
-    Raises:
-        ValueError: the messages cannot be used.
-    """
-    if isinstance(inputs, str):
-        return [inputs]
-    if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
-        return list(inputs)
-    return list(chats_of(inputs) or ())
 
 
 def check_lengths(
