@@ -102,7 +102,7 @@ class NewText:
 
     def end(self) -> str:
         """Returns the rest of the text after the last token."""
-        text = self._of_bytes(b"", final=True) + (self._decoded(None) if self._open else "")
+        text = self._rest()
         if self._clean_up is not None:
             text = self._clean_up.put(text) + self._clean_up.end()
         self._length += len(text)
@@ -132,8 +132,7 @@ class NewText:
         known = self._vocabulary.token(token)
         raw = known.raw
         if known.special:
-            text = self._of_bytes(b"", final=True) + (self._decoded(None) if self._open else "")
-            text += self._name(token)
+            text = self._rest() + self._name(token)
         elif raw is None:
             text = self._of_bytes(b"", final=True) + self._decoded(token)
         else:
@@ -142,6 +141,10 @@ class NewText:
                 self._slide([token])
         self._length += len(text)
         return text if self._clean_up is None else self._clean_up.put(text)
+
+    def _rest(self) -> str:
+        """Returns the text of bytes and tokens that were held back."""
+        return self._of_bytes(b"", final=True) + (self._decoded(None) if self._open else "")
 
     def _of_bytes(self, raw: bytes, final: bool = False) -> str:
         """Returns the characters that bytes complete, without the replacements that the prompt's text already
