@@ -93,8 +93,12 @@ class Given(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, self.value(values, namespace, option_string or ""))
         namespace.given = namespace.given | {self.dest}
+
+    def value(self, given: Any, namespace: argparse.Namespace, flag: str) -> Any:
+        """Returns what is stored of the words that were given behind a flag."""
+        return given
 
 
 class GivenSwitch(Given):
@@ -103,28 +107,16 @@ class GivenSwitch(Given):
     def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        super().__call__(parser, namespace, not (option_string or "").startswith("--no-"), option_string)
+    def value(self, given: Any, namespace: argparse.Namespace, flag: str) -> bool:
+        return not flag.startswith("--no-")
 
 
 class GivenAdvanced(Given):
     """Collects NAME=VALUE of each use in a dict."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        name, value = values
-        super().__call__(parser, namespace, {**getattr(namespace, self.dest), name: value}, option_string)
+    def value(self, given: Any, namespace: argparse.Namespace, flag: str) -> dict[str, Any]:
+        name, value = given
+        return {**getattr(namespace, self.dest), name: value}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
