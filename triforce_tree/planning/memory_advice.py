@@ -1,5 +1,6 @@
 """The error text when a workload does not fit, with advice that has been checked by planning with it."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -156,11 +157,7 @@ def _fits(task: Task) -> bool:
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """Returns the largest number up to ``limit`` that fits, by bisection; 0 if 1 does not fit."""
-    low, high = 0, limit
-    while low < high:
-        midpoint = (low + high + 1) // 2
-        low, high = (midpoint, high) if fits(midpoint) else (low, midpoint - 1)
-    return low
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 def _least_gib(above: int, most: int, fits: Callable[[int], bool]) -> int:
@@ -170,7 +167,4 @@ def _least_gib(above: int, most: int, fits: Callable[[int], bool]) -> int:
     low, high = above // GIB + 1, most // GIB
     if high < low or not fits(high * GIB):
         return 0
-    while low < high:
-        midpoint = (low + high) // 2
-        low, high = (low, midpoint) if fits(midpoint * GIB) else (midpoint + 1, high)
-    return low
+    return low + bisect_left(range(low, high), True, key=lambda size: fits(size * GIB))
