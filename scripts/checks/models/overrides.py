@@ -1,7 +1,5 @@
 """Lists what single families need beside the general rules, as keywords of their configurations."""
 
-from typing import Any
-
 from scripts.checks.models.shrink import (
     DROP,
     HEADS,
@@ -11,9 +9,9 @@ from scripts.checks.models.shrink import (
     ORIGINAL,
     VOCABULARY,
     WINDOW,
+    Settings,
 )
 
-Settings = dict[str, Any]
 _THETA: Settings = {"rope_type": "default", "rope_theta": 10_000.0}
 _MROPE = {"rope_parameters": {**_THETA, "mrope_section": [2, 1, 1]}}
 _BY_KIND = {"rope_parameters": {"full_attention": _THETA, "sliding_attention": _THETA}}

@@ -5,7 +5,7 @@ whatever is special about a family, stays as transformers has it.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -169,9 +169,5 @@ def merged(settings: Settings, more: Settings) -> Settings:
     return found
 
 
-class _Drop:
-    """Marks a field of an override that is to keep transformers' default."""
-
-
-DROP = _Drop()
-Change = Callable[[Settings], Settings]
+# Marks a field of an override that is to keep transformers' default.
+DROP = object()
