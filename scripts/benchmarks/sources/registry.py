@@ -177,15 +177,10 @@ class Texts:
         Raises:
             ValueError: the name is unknown; :class:`MissingTextError` where none is here.
         """
-        missing: list[str] = []
-        for source in named(name):
-            try:
-                self.read(source)
-            except MissingTextError as error:
-                missing.append(str(error))
-                continue
-            return source
-        raise MissingTextError(missing[0])
+        sources = named(name)
+        found = next(filter(self.holds, sources), sources[0])
+        self.read(found)
+        return found
 
 
 def prompts(source: TextSource, ids: Sequence[int], context: int, count: int = 1) -> list[list[int]]:

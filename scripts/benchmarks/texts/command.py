@@ -66,12 +66,10 @@ def measure(
         args.pairs = _CPU_PAIRS if device.type == "cpu" else 1
     limit = TimeLimit(args.seconds)
     texts, sources, missing = found_texts(made, args, one_a_kind)
-    complete = True
     for grid, file in files_by_shape(args, name, device, sources, rows):
-        complete = measure_grid(GridRun(grid, file, texts, device, limit, args.seed), missing)
-        if not complete:
-            break
-    return 0 if complete else 3
+        if not measure_grid(GridRun(grid, file, texts, device, limit, args.seed), missing):
+            return 3
+    return 0
 
 
 def files_by_shape(
@@ -156,17 +154,12 @@ def measure_grid(run: GridRun, missing: Sequence[str]) -> bool:
     for text in missing:
         run.file.note(text)
     complete = run.measure()
-    print_rows(run.file, run.limit, complete)
-    return complete
-
-
-def print_rows(file: ResultsFile, limit: TimeLimit, complete: bool) -> None:
-    """Writes the file and prints its rows, and whether there are to be more."""
-    file.write()
-    for row in file.rows:
+    run.file.write()
+    for row in run.file.rows:
         print(json.dumps(row))
     if not complete:
-        limit.say("the time limit ends this run; the same command goes on from here")
+        run.limit.say("the time limit ends this run; the same command goes on from here")
+    return complete
 
 
 def grid_parser(
