@@ -27,8 +27,13 @@ def ms_per_token(out: GenerateOutput) -> float | None:
     return 1e3 * (out.decode_seconds or 0.0) / count if count else None
 
 
+def prompt_count(out: GenerateOutput) -> int:
+    """Returns the number of tokens of the prompt of a single sequence."""
+    return out.sequences.shape[1] - token_count(out)
+
+
 def new_ids(out: GenerateOutput) -> list[int]:
-    return out.sequences[0, out.sequences.shape[1] - token_count(out) :].tolist()
+    return out.sequences[0, prompt_count(out) :].tolist()
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def judged(
 def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[str, Any]:
     """Returns a generation as a JSON object."""
     result: dict[str, Any] = {
-        "prompt_tokens": out.sequences.shape[1] - token_count(out),
+        "prompt_tokens": prompt_count(out),
         "reused_tokens": out.reused_tokens,
         "new_tokens": out.new_tokens,
         "finish_reason": out.finish_reason,

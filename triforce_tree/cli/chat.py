@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
-from triforce_tree.check.compare import ms_per_token, token_count
+from triforce_tree.check.compare import ms_per_token, prompt_count
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
 from triforce_tree.engine import Engine
@@ -180,19 +180,15 @@ def _summary(out: GenerateOutput) -> str:
     ms = ms_per_token(out)
     speed = f" at {rate_text(1e3 / ms)} a second" if ms else ""
     cut = ", cut by --max-new-tokens" if out.finish_reason == "length" else ""
-    read = f"{out.reused_tokens:,} of {_prompt_tokens(out):,} prompt tokens kept"
+    read = f"{out.reused_tokens:,} of {prompt_count(out):,} prompt tokens kept"
     return f"{out.new_tokens} tokens{speed}{cut}; {read}, the others prefilled in {out.prefill_seconds:.1f} s"
-
-
-def _prompt_tokens(out: GenerateOutput) -> int:
-    return out.sequences.shape[1] - token_count(out)
 
 
 def _turn(question: str, out: GenerateOutput, interrupted: bool) -> dict[str, Any]:
     return {
         "question": question,
         "text": out.text,
-        "prompt_tokens": _prompt_tokens(out),
+        "prompt_tokens": prompt_count(out),
         "new_tokens": out.new_tokens,
         "reused_tokens": out.reused_tokens,
         "prefill_seconds": out.prefill_seconds,

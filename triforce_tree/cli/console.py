@@ -408,10 +408,5 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def json_line(result: dict[str, Any]) -> None:
     """Prints one object on one line, which is always the last line of stdout."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     line = json.dumps(result, ensure_ascii=False)
-    try:
-        line.encode(encoding)
-    except UnicodeEncodeError:
-        line = json.dumps(result)
-    print(line, flush=True)
+    print(line if encodable(line) == line else json.dumps(result), flush=True)
