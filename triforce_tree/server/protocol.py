@@ -187,7 +187,8 @@ def request_of(given: dict[str, Any], chat: bool) -> ChatRequest | CompletionReq
         older = fields.whole("max_tokens", None, 1)
         limit = fields.whole("max_completion_tokens", None, 1) or older
         chosen, offered, template = fields.messages(), offer(fields.take), fields.template()
-        fields.flag("echo", only=False)
+        if fields.flag("echo"):
+            raise RefusedError("echo is not supported for chats; leave it out", param="echo")
         fields.end()
         check_least(shared["min_tokens"], limit)
         return ChatRequest(
@@ -271,7 +272,7 @@ class _Fields:
             "min_tokens": self.whole("min_tokens", 0, 0),
             "bad_words": self._texts("bad_words", _MOST_WORDS),
             "bad_word_ids": (),
-            "stop_token_ids": self._token_ids("stop_token_ids", _MOST_WORDS),
+            "stop_token_ids": self._stop_token_ids(),
             "speculation": self._speculation(),
             "choices": self.whole("n", 1, 1, _MOST_CHOICES),
             "seed": self.whole("seed", None, 0, 2**63 - 1),
@@ -318,13 +319,10 @@ class _Fields:
             raise wrong(name, value, f"must be a whole number from {least} to {most}")
         return value
 
-    def flag(self, name: str, only: bool | None = None) -> bool:
-        """Reads a switch; ``only``: the single value that is supported."""
+    def flag(self, name: str) -> bool:
         value = self._left.pop(name, False)
         if type(value) is not bool:
             raise wrong(name, value, "must be true or false")
-        if only is not None and value is not only:
-            raise RefusedError(f"{name} is not supported for chats; leave it out", param=name)
         return value
 
     def messages(self) -> list[Any]:
@@ -393,10 +391,10 @@ class _Fields:
                 raise wrong(name, each, "must be a text of whole characters that is not empty")
         return tuple(strings)
 
-    def _token_ids(self, name: str, most: int) -> tuple[int, ...]:
-        given = self._left.pop(name, [])
-        if not isinstance(given, list) or len(given) > most or any(type(each) is not int for each in given):
-            raise wrong(name, given, f"must be a list of at most {most} token ids")
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        given = self._left.pop("stop_token_ids", [])
+        if not isinstance(given, list) or len(given) > _MOST_WORDS or not set(map(type, given)) <= {int}:
+            raise wrong("stop_token_ids", given, f"must be a list of at most {_MOST_WORDS} token ids")
         return tuple(given)
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
