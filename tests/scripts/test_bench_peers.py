@@ -103,7 +103,7 @@ def test_a_table_sets_ours_beside_the_fastest_other_engine(script: Any) -> None:
 def test_every_engine_says_what_it_reads_and_how(name: str) -> None:
     made = engine(name)
     assert made.takes("model.gguf") or made.takes("folder")
-    alone, all_of_them = made.modes(False, False, True), made.modes(True, True, True)
+    alone, all_of_them = made.modes(False, False), made.modes(True, True)
     assert alone
     assert set(alone) <= set(all_of_them)
 

@@ -90,7 +90,7 @@ class Engine(Protocol):
     packages: tuple[str, ...]
     """The names of the distributions whose versions a row gives; the first one is needed."""
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         """Returns the modes to compare; NAME:K is a mode with K proposed tokens."""
 
     def takes(self, target: str) -> bool:

@@ -225,7 +225,7 @@ class Comparison:
         return EngineProcess(contender.engine, python, load)
 
 
-def contenders(args: argparse.Namespace, on_gpu: bool) -> list[Contender]:
+def contenders(args: argparse.Namespace) -> list[Contender]:
     """Returns the engines, formats and modes that are to be compared.
 
     Raises:
@@ -237,7 +237,7 @@ def contenders(args: argparse.Namespace, on_gpu: bool) -> list[Contender]:
         for each in known
         for name in args.engines
         if engine(name).takes(each.target)
-        for mode in engine(name).modes(args.draft is not None, args.head is not None, on_gpu)
+        for mode in engine(name).modes(args.draft is not None, args.head is not None)
     ]
     chosen = [each for each in found if any(fnmatch(str(each), pattern) for pattern in args.only)]
     if not chosen:
@@ -261,7 +261,7 @@ def _measure(args: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         args.formats = args.formats or _FORMATS[packed and not on_gpu]
         args.engines = args.engines or _ENGINES[on_gpu]
         args.contexts = args.contexts or (_CONTEXTS if on_gpu else _CONTEXTS_CPU)
-        chosen = contenders(args, on_gpu)
+        chosen = contenders(args)
         given = _prompts(args, texts, sources)
     except (ValueError, OSError) as error:
         made.error(str(error))

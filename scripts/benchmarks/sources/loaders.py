@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from scripts.benchmarks.sources.python_files import package_folders, python_texts
-from triforce_tree.bench.texts import pydoc_text
 
 _MOST = 3_500_000
 # Where R keeps packages of the system; dpkg -x of a Debian package writes the first one.
@@ -47,11 +46,6 @@ def joined(texts: Iterable[str], between: str = "\n\n") -> str:
         if size > _MOST:
             break
     return between.join(found)
-
-
-def python_topics() -> str:
-    """Returns the help topics that come with Python (``pydoc``)."""
-    return pydoc_text()
 
 
 def python_package(code: bool, *packages: str) -> Callable[[], str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.benchmarks.sources import loaders, packed
 from scripts.benchmarks.sources.loaders import MissingTextError
-from triforce_tree.bench.texts import evenly_spaced
+from triforce_tree.bench.texts import evenly_spaced, pydoc_text
 
 DOCUMENTATION, PROSE, VERSE, CODE = "documentation", "prose", "verse", "code"
 DIALOGUE, TABLES, COPIED = "dialogue", "tables", "copied"
@@ -57,7 +57,7 @@ def _system(name: str) -> str:
 SOURCES = (
     TextSource(
         "python-topics", DOCUMENTATION, "Python's help topics", "PSF-2.0", "Python has it",
-        loaders.python_topics,
+        pydoc_text,
     ),
     TextSource(
         "hub-docstrings", DOCUMENTATION, "docstrings of huggingface_hub, fsspec, rich",

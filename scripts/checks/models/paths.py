@@ -17,6 +17,7 @@ from scripts.checks.models.classes import families
 from scripts.checks.models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
 from triforce_tree.check.ties import first_difference
 from triforce_tree.config import load_arguments
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.models.indexers import indexers
 from triforce_tree.models.recurrent.mixers import mixers
 
@@ -157,8 +158,8 @@ class Trial:
             ours = sequence[start : start + NEW_TOKENS]
             if ours != theirs:
                 difference = first_difference(engine, prompt, ours, theirs)
-                at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
                 if difference is None or not difference.tie:
+                    at = common_prefix(ours, theirs)
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
         if path.gpu:
             with engine.program(prompts, NEW_TOKENS, None) as program:

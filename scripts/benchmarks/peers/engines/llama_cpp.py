@@ -8,7 +8,7 @@ from scripts.benchmarks.peers.protocol import Answer, Clock, Load, Request, is_g
 class Engine:
     packages = ("llama-cpp-python",)
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         return ["plain", "plain flash", "prompt-lookup:4", "prompt-lookup:10"]
 
     def takes(self, target: str) -> bool:

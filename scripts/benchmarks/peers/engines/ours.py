@@ -23,7 +23,7 @@ class Streamer:
 class Engine:
     packages = ("torch", "transformers")
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         return ["default", "plain", *(["eagle3"] if draft and head else [])]
 
     def takes(self, target: str) -> bool:

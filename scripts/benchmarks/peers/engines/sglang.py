@@ -27,7 +27,7 @@ def speculation(load: Load) -> dict[str, Any]:
 class Engine:
     packages = ("sglang", "torch")
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         drafts = ["draft:3", "draft:6"] if draft else []
         heads = ["eagle3:3", "eagle3:5"] if head else []
         return ["plain", "ngram:5", "ngram:11", *drafts, *heads]

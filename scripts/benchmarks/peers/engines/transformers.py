@@ -24,7 +24,7 @@ class Streamer:
 class Engine:
     packages = ("transformers", "torch")
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         assisted = ["assisted:4", "assisted:8"] if draft else []
         return ["static", "dynamic", "prompt-lookup:4", "prompt-lookup:10", *assisted]
 

@@ -39,7 +39,7 @@ def speculation(load: Load) -> dict[str, Any] | None:
 class Engine:
     packages = ("vllm", "torch")
 
-    def modes(self, draft: bool, head: bool, gpu: bool) -> list[str]:
+    def modes(self, draft: bool, head: bool) -> list[str]:
         drafts = ["draft:3", "draft:6"] if draft else []
         heads = ["eagle3:3", "eagle3:5"] if head else []
         return ["plain", "ngram:3", "ngram:5", "suffix:16", *drafts, *heads]
