@@ -8,7 +8,7 @@ FILE.PART.jsonl, which git ignores.
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,14 @@ def settings_of(plan: Record, seed: int, tiny: bool) -> Record:
 def inflated_vocabulary(shape: str) -> int:
     """Entries of the vocabulary of the embedded pair inflated to this shape."""
     return Shape.parse(shape).vocabulary or PAIR_VOCABULARY
+
+
+def grouped(rows: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
+    """Returns the rows by their values of these fields."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
 
 
 def rounded(value: float | None) -> float | None:

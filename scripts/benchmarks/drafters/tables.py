@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Record, Table, file_note
-from scripts.benchmarks.common.results import RESULTS
+from scripts.benchmarks.common.results import RESULTS, grouped
 from scripts.benchmarks.sources.registry import KINDS
 from scripts.benchmarks.texts.tables import origin_of, over_contexts
 from triforce_tree.bench.tables import grid
@@ -20,10 +20,7 @@ SHORT, LONG = 2048, 65_536
 
 
 def _cells(rows: Sequence[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return dict(sorted(found.items()))
+    return dict(sorted(grouped(rows, *names).items()))
 
 
 def _median(rows: Sequence[Record], name: str) -> float:

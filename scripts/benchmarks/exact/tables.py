@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
+from scripts.benchmarks.common.results import grouped
 
 FILE = "bit_exact_h200.jsonl"
 COMMAND = "python -m scripts.benchmarks exact"
@@ -28,19 +29,17 @@ def rows_of(part: str, header: Record, records: Sequence[Record]) -> list[Record
         records: each the ``tokens`` that one prompt got, by shape, levels, exact and prompt; ``ms`` a token
             where it was decoded alone, ``ties`` where they were counted.
     """
-    by_key = {(r["shape"], r["levels"], r["exact"], r["prompt"]): r for r in records}
+    modes = grouped(records, "shape", "levels", "exact")
+
+    def of(shape: str, levels: int, exact: bool) -> tuple[list[Record], list[tuple[Record, Record]]]:
+        """Returns the records of a mode, and beside each that of plain decoding, where there is one."""
+        own = modes.get((shape, levels, exact), [])
+        plain = {r["prompt"]: r for r in modes.get((shape, 1, exact), ())}
+        return own, [(r, plain[r["prompt"]]) for r in own if r["prompt"] in plain]
+
     rows = []
     for shape, levels in dict.fromkeys((r["shape"], r["levels"]) for r in records if r["exact"]):
-        own = [r for r in records if (r["shape"], r["levels"], r["exact"]) == (shape, levels, True)]
-        compared = [
-            (r, by_key[shape, 1, True, r["prompt"]]) for r in own if (shape, 1, True, r["prompt"]) in by_key
-        ]
-        inexact = [r for r in records if (r["shape"], r["levels"], r["exact"]) == (shape, levels, False)]
-        beside = [
-            (r, by_key[shape, 1, False, r["prompt"]])
-            for r in inexact
-            if (shape, 1, False, r["prompt"]) in by_key
-        ]
+        (own, compared), (inexact, beside) = (of(shape, levels, exact) for exact in (True, False))
         counted = [plain for _, plain in compared if "ties" in plain]
         parted = sum(a["tokens"] != b["tokens"] for a, b in beside)
         row: Record = {

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from scripts.benchmarks.common.results import Record, rounded
+from scripts.benchmarks.common.results import Record, grouped, rounded
 from scripts.benchmarks.peers.protocol import Answer
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.kv.cached_tokens import common_prefix
@@ -51,10 +51,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     What is missing has a row with the reason: a contender that could not be loaded, or one at a place where
     its request failed.
     """
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for sample in samples:
-        if "missing" not in sample:
-            found.setdefault(tuple(sample[name] for name in (*WHO, *PLACE)), []).append(sample)
+    found = grouped((sample for sample in samples if "missing" not in sample), *WHO, *PLACE)
     made = [_row(part, header, same, samples) for same in found.values()]
     fastest: dict[tuple[Any, ...], float] = {}
     for row in made:

@@ -2,9 +2,9 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from scripts.benchmarks.common.markdown import Caption, Columns, Record, Table, file_note, listing
+from scripts.benchmarks.common.results import grouped
 
 FILE = "peers_{machine}.jsonl"
 CPU, GPU = FILE.format(machine="cpu"), FILE.format(machine="h200")
@@ -21,10 +21,7 @@ def _name(row: Record) -> str:
 def medians(content: Record) -> list[Record]:
     """Returns medians over texts for each engine, format and mode by context, temperature and batch."""
     names = ("part", "batch", "context", "temperature", "bits", "engine", "format", "mode")
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for row in content["rows"]:
-        if "missing" not in row:
-            found.setdefault(tuple(row[name] for name in names), []).append(row)
+    found = grouped((row for row in content["rows"] if "missing" not in row), *names)
     made = []
     for key, same in found.items():
         times = [row["ms_per_token"] for row in same]
@@ -44,12 +41,8 @@ def medians(content: Record) -> list[Record]:
 
 def beside(content: Record) -> list[Record]:
     """Returns a row for each number of bits and place: ours, and the fastest mode of the other engines."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for row in medians(content):
-        place = (row["part"], row["batch"], row["context"], row["temperature"], row["bits"])
-        found.setdefault(place, []).append(row)
     made = []
-    for same in found.values():
+    for same in grouped(medians(content), "part", "batch", "context", "temperature", "bits").values():
 
         def fastest(wanted: Callable[[Record], bool], same: list[Record] = same) -> Record | None:
             return min(filter(wanted, same), key=lambda row: row["ms_per_token"], default=None)

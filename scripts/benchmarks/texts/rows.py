@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record
+from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, grouped
 
 # The standard error of a median beside that of a mean, of many values of a normal distribution.
 OF_MEDIAN = math.sqrt(math.pi / 2)
@@ -51,11 +51,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
 
 def by_cell(samples: list[Record]) -> dict[tuple[str, int, float], list[Record]]:
     """Returns our own samples by text, context and temperature."""
-    found: dict[tuple[str, int, float], list[Record]] = {}
-    for s in samples:
-        if s["method"] == OURS:
-            found.setdefault((s["text"], s["context"], s["temperature"]), []).append(s)
-    return found
+    return grouped((s for s in samples if s["method"] == OURS), "text", "context", "temperature")
 
 
 def described(part: str, header: Record, ours: list[Record]) -> Record:

@@ -2,9 +2,11 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing
+from scripts.benchmarks.common.results import grouped
 from scripts.benchmarks.sources.registry import KINDS, SOURCES
 from triforce_tree.bench.tables import grid
 
@@ -61,10 +63,8 @@ def _sorted(content: Record) -> list[Record]:
 
 def summary(content: Record) -> list[Record]:
     """Returns the lowest, the median and the highest speed-up over all texts, and the medians of times."""
-    cells: dict[tuple[Any, ...], list[Record]] = {}
-    for row in _sorted(content):
-        cells.setdefault((row["part"], row["context"], row["temperature"]), []).append(row)
     made = []
+    cells = grouped(_sorted(content), "part", "context", "temperature")
     for (part, context, temperature), found in cells.items():
         low, high = (choose(found, key=lambda r: r["speedup"]) for choose in (min, max))
         made.append(
@@ -223,12 +223,9 @@ def by_position(content: Record) -> list[Record]:
     """Returns a row for each model, prompt, temperature and bin of new tokens, with medians over texts, but
     mean shares of passes.
     """
-    cells: dict[tuple[Any, ...], list[Record]] = {}
-    for row in sorted(content["rows"], key=lambda r: (r["part"], r["context"], r["temperature"], r["from"])):
-        place = (row["part"], row["context"], row["temperature"], row["from"], row["to"])
-        cells.setdefault(place, []).append(row)
     made = []
-    for found in cells.values():
+    cells = grouped(content["rows"], "part", "context", "temperature", "from", "to")
+    for _, found in sorted(cells.items(), key=itemgetter(0)):
         fresh = [row["speedup"] for row in found if row["repeated_8grams"] <= _REPEATS]
         speedups = [row["speedup"] for row in found]
         names = (*_MEDIANS, "speedup", "tokens_per_pass", "capture_seconds")

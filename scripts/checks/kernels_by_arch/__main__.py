@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from scripts.benchmarks.common.results import header, write
+from scripts.benchmarks.common.results import grouped, header, write
 from scripts.checks.kernels_by_arch.variants import variants
 from scripts.checks.report import last_line, parser
 from triforce_tree.bench.results import Records
@@ -202,11 +202,8 @@ def faults(kernels: list[Row]) -> Iterator[str]:
 
 def summary(rows: list[Row]) -> list[Row]:
     """Returns what the results file keeps: extremes by kernel and architecture, and all that spill."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row["arch"], row["kernel"]), []).append(row)
     found = []
-    for (arch, kernel), some in kinds.items():
+    for (arch, kernel), some in grouped(rows, "arch", "kernel").items():
         made = [row for row in some if "error" not in row]
         kind = {"arch": arch, "kernel": kernel, "limit_bytes": some[0]["limit_bytes"], "compiled": len(made)}
         kind |= {key: max((row[key] for row in made), default=0) for key in ("shared_bytes", "spill_bytes")}
