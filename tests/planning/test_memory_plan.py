@@ -238,7 +238,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(variance: bool) -> Non
     assert sum(buffer.nbytes for buffer in cache.host.ring.buffers) == made.device["ring"]
     assert cache.host.resident_bytes <= made.device["resident KV"]
     full = made.device["resident KV"] + made.host["KV"]
-    assert cache.host.resident_bytes + cache.host.host_bytes == full
+    assert cache.host.resident_bytes + cache.host.memory.bytes == full
     program.cache.close()
 
 
@@ -296,7 +296,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     assert cache is not None
     assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
     full = made.device["resident KV"] + made.host["KV"]
-    assert cache.host.resident_bytes + cache.host.host_bytes == full
+    assert cache.host.resident_bytes + cache.host.memory.bytes == full
     allocated = sum(part.nbytes for group in cache.rings.groups for part in (group.k, group.v))
     # Layers that need no ring are rounded to pages of another size.
     slack = sum(len(group.layers) * 128 * 64 * 2 for group in cache.rings.groups if not group.ring)
