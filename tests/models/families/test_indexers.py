@@ -37,7 +37,8 @@ FAMILIES = [
     if hasattr(transformers, name)
 ]
 VOCABULARY = 64
-PROMPTS = [prompt_of(length, VOCABULARY) for length in (83, 60, 40)]
+# They repeat themselves, so that suffix matching proposes tokens.
+PROMPTS = [2 * prompt_of(length, VOCABULARY) for length in (42, 30, 20)]
 NEW = 12
 CHUNK = 23
 PATHS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def test_greedy_texts_are_transformers_own(name: str, path: str) -> None:
         names = {level.name for level in out.levels if level.forwards}
         assert "target" in names
         assert "retrieval" not in names
-        assert path == "auto" or (names == {"target"}) == (path == "plain")
+        assert path == "auto" or (out.levels[-1].proposed == 0) == (path == "plain")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

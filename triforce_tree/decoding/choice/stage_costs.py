@@ -198,7 +198,7 @@ def _seconds_of(model: HFModel, read: float, tokens: int) -> float:
 
 def _bits_of(model: HFModel) -> float:
     """Returns the bits of each weight of a model's linear layers, 16 for a model without such layers."""
-    linears: list[Any] = [layer for layer in model.model.modules() if hasattr(layer, "in_features")]
+    linears = [layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear)]
     elements = sum(layer.in_features * layer.out_features for layer in linears)
     held = sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters())
     return 8 * held / elements if elements and held else 16
