@@ -1,9 +1,9 @@
 """A drafter by suffix matching: it proposes the tokens after an earlier occurrence of the newest ones.
 
 Prompt lookup (Saxena 2023) searches for n-grams of one to three tokens. Like SuffixDecoding (Oliaro et al.,
-arXiv 2411.04975) and SAM Decoding (Hu et al., arXiv 2411.10666), this drafter looks for the longest match,
-and proposes more tokens after a longer match. Those papers use a suffix tree or automaton on the host; here
-an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
+arXiv 2411.04975) and SAM Decoding (Hu et al., arXiv 2411.10666), this drafter proposes more tokens after a
+longer match. Those papers use a suffix tree or automaton on the host; here an index of n-grams is kept there
+(``suffix_index.py``), and one on the device for provisional chains (``kernels.suffix``).
 """
 
 from collections.abc import Sequence

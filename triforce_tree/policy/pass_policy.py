@@ -117,7 +117,7 @@ class Learnt:
 
     Attributes:
         estimates: the estimates of acceptance.
-        matches: those of matched tokens.
+        matches: the estimates for matched tokens.
         budget: the loss budget, in plain passes.
         missed: seconds that trees of shapes without stages would have saved, by shape.
     """

@@ -56,7 +56,8 @@ class _Device(NamedTuple):
         layer: seconds per layer.
         bandwidth: bytes per second.
         token: the seconds of each further token, as a share of those of reading the weights.
-        bits: weights of fewer bits are read in less time, but multiplied in the same.
+        bits: the bits of the weights that ``token`` was found with; those of fewer bits are read in less
+            time, but multiplied in the same. 0: bits make no difference.
     """
 
     layer: float
@@ -153,6 +154,8 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
         longest: most tokens of context.
     """
     batch, target, shape = program.batch, program.target, program.shapes[0]
+    share, model = _token_share(target), getattr(program.drafter, "draft", None)
+    draft_share = _token_share(model) if isinstance(model, HFModel) else 0.0
     weights, element_bytes = target.parameter_bytes, program.store.memory.itemsize
     three, trees = program.levels == 3, program.levels == 2 or program.two_levels
 
@@ -160,16 +163,15 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
         """Returns the seconds of a forward of the target."""
         seen = sum(s.elements * min(context, s.window or context) for s in target.kv_shapes)
         read = weights * int(weight_bits) / 16 + batch * seen * element_bytes
-        return _seconds_of(target, read, batch * tokens)
+        return _seconds_of(target, read, share, batch * tokens)
 
     def at(length: int) -> StageSeconds:
         plain = seconds(1, length)
         stages = {"plain": plain}
         if program.drafter is not None:
-            model = getattr(program.drafter, "draft", None)
             if isinstance(model, HFModel):
                 widest = max(shape.widths, default=1)
-                forward = _seconds_of(model, model.parameter_bytes, batch * widest)
+                forward = _seconds_of(model, model.parameter_bytes, draft_share, batch * widest)
             else:
                 forward = _OWN_DRAFTER * seconds(1, 1)
             stages |= {
@@ -189,19 +191,24 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
     return StageCosts(lengths, tuple(map(at, lengths)))
 
 
-def _seconds_of(model: HFModel, read: float, tokens: int) -> float:
-    """Returns the estimated seconds of a forward over ``tokens`` tokens that reads ``read`` bytes."""
+def _seconds_of(model: HFModel, read: float, share: float, tokens: int) -> float:
+    """Returns the estimated seconds of a forward over ``tokens`` tokens that reads ``read`` bytes, where each
+    further token takes this share of the time of reading.
+    """
     device = _DEVICES[model.device.type]
-    token = device.token * max(1.0, device.bits / _bits_of(model))
-    return model.layers * device.layer + read / device.bandwidth * (1 + token * (tokens - 1))
+    return model.layers * device.layer + read / device.bandwidth * (1 + share * (tokens - 1))
 
 
-def _bits_of(model: HFModel) -> float:
-    """Returns the bits of each weight of a model's linear layers, 16 for a model without such layers."""
+def _token_share(model: HFModel) -> float:
+    """Returns the time of each further token of a model, as a share of that of reading the weights."""
+    device = _DEVICES[model.device.type]
+    if not device.bits:
+        return device.token
     linears = [layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear)]
     elements = sum(layer.in_features * layer.out_features for layer in linears)
     held = sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters())
-    return 8 * held / elements if elements and held else 16
+    bits = 8 * held / elements if elements and held else 16
+    return device.token * max(1.0, device.bits / bits)
 
 
 def measure(
