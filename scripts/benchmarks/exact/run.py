@@ -6,10 +6,10 @@
 
 Uses the embedded pair inflated to real shapes; ``pair`` is the pair itself. A parting is a prompt whose texts
 differ; after it they are other texts. The goal is none, ties of the two largest logits included, which are
-counted in the first prompts. The first prompts are decoded one by one, with and without ``exact``, for
-milliseconds a token; the goal is at most 10 % more. The others are decoded in batches with ``exact`` alone.
-Each length of the prompts is a part of the results file. Exit code 1 where a text parts, 3 where the time
-limit ended the run; the same command then goes on.
+counted in the first prompts. The first prompts are decoded one by one, and the next ones in two batches, with
+and without ``exact``, for milliseconds a token; the goal is at most 3 % more. The others are decoded in
+batches with ``exact`` alone. Each length of the prompts is a part of the results file. Exit code 1 where a
+text parts, 3 where the time limit ended the run; the same command then goes on.
 """
 
 import sys
@@ -33,8 +33,9 @@ from triforce_tree.bench.texts import evenly_spaced, pydoc_text, token_ids
 from triforce_tree.config import load_arguments
 from triforce_tree.runtime.executor import free_memory
 
-# Prompts that are decoded one by one; the first one also captures graphs, and is not timed.
-_SINGLE = 4
+# Prompts that are decoded one by one, and batches that are decoded without ``exact`` too. The first of each
+# also capture graphs, and their times do not count.
+_SINGLE, _BATCHES = 4, 2
 # Prompts whose ties of the largest logits are counted.
 _TIES = 2
 
@@ -65,9 +66,9 @@ class Comparison:
         """Numbers of the prompts that are decoded together and not recorded yet."""
         single = min(_SINGLE, self.count)
         groups = [range(n, n + 1) for n in range(single)]
-        if mode.exact:
-            starts = range(single, self.count, self.args.batch)
-            groups += [range(n, min(n + self.args.batch, self.count)) for n in starts]
+        starts = range(single, self.count, self.args.batch)
+        for n in starts if mode.exact else starts[:_BATCHES]:
+            groups.append(range(n, min(n + self.args.batch, self.count)))
         for numbers in groups:
             if any(self._find(mode, n) is None for n in numbers):
                 yield numbers
@@ -96,9 +97,8 @@ class Comparison:
         out = engine.generate(prompts, **how)
         for row, number in enumerate(numbers):
             tokens = out.sequences[row, self.args.prompt :].tolist()
-            record: Record = {**self._key(mode, number), "tokens": tokens}
-            if len(numbers) == 1:
-                record["ms"] = 1e3 * out.decode_seconds / len(tokens)
+            record: Record = {**self._key(mode, number), "tokens": tokens, "first": numbers[0]}
+            record |= {"batch": len(numbers), "ms": 1e3 * out.decode_seconds / self.args.new}
             if mode == Mode(1, True) and number < _TIES:
                 logits = engine.generate(prompts, output_logits=True, **how).logits
                 top = torch.stack([step[row].topk(2).values for step in logits])
