@@ -26,10 +26,10 @@ FRONT: Columns = {
 }  # fmt: skip
 # README's loads of a server: clients, tokens of a prompt and of an answer.
 _LOADS = [(1, 65_536, 512), (8, 16_384, 2048), (32, 16_384, 512)]
-# Its lone texts: what the card begins with, a size, a length.
-_LONE = [("NVIDIA H200", "Llama-3.1-8B", 122_880), ("NVIDIA H200 limited", "Llama-2-7B", 122_880)]
-# Bits and temperature on its CPU.
-_ON_CPU = (4, 0.8)
+# Its lone text beside our plain decoding: what the card begins with, a size, a length.
+_LONE = ("NVIDIA H200 limited", "Llama-2-7B", 122_880)
+# Bits and temperature of its lone texts beside other engines.
+_ON_GPU, _ON_CPU = (16, 0.6), (4, 0.8)
 _SERVERS = {"vllm": "vLLM", "vllm-ngram": "vLLM, n-grams"}
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
@@ -64,12 +64,15 @@ def speed_rows(any_text: Record) -> list[Record]:
 
 
 def front_rows(any_text: Record) -> list[Record]:
-    """Returns README's rows: loads of a server, lone texts beside plain decoding, and a CPU."""
-    return _loads(content_at(RESULTS / requests.SERVING)) + _lone(any_text) + _on_cpu(_peers())
-
-
-def _peers() -> Record:
-    return content_at(RESULTS / peers.CPU)
+    """Returns README's rows: loads of a server, and lone texts on a GPU, with offloading and on a CPU."""
+    on_cpu = content_at(RESULTS / peers.CPU)
+    cores = next(part["settings"]["threads"] for part in on_cpu["parts"].values())
+    return [
+        *_loads(content_at(RESULTS / requests.SERVING)),
+        *_beside_engines(peers.GPU, "Llama-3.1-8B", *_ON_GPU),
+        *_lone(any_text),
+        *_beside_engines(peers.CPU, f"SmolLM2-135M in {_ON_CPU[0]} bits, {cores} CPU cores", *_ON_CPU),
+    ]
 
 
 def _loads(content: Record) -> list[Record]:
@@ -92,49 +95,52 @@ def _loads(content: Record) -> list[Record]:
 
 
 def _lone(any_text: Record) -> list[Record]:
-    """Returns lone texts beside plain decoding, at the lowest temperature above 0."""
-    rows = speed_rows(any_text)
-    found = []
-    for card, size, context in _LONE:
-        same = [
-            r for r in rows
-            if r["size"] == size and r["context"] == context and r["card"].startswith(card)
-            and (" limited" in r["card"]) == (" limited" in card)
-        ]  # fmt: skip
-        for r in sorted(same, key=lambda r: float(r["temperature"]))[:1]:
-            limit = r["card"].partition(" limited to ")[2].replace(":", " of the card,")
-            found.append(r | {
-                "case": f"one text, {size}" + (f", {limit}" if limit else ""), "prompt": f"{context:,}",
-                "beside": "our own plain decoding", "theirs": f"{r['plain_ms_per_token']:,.1f} ms",
-                "ours": f"{r['ms_per_token']:.1f} ms",
-                "ratio": f"{r['median']:.1f}x ({r['lowest']:.1f}x to {r['highest']:.1f}x)",
-            })  # fmt: skip
-    return found
+    """Returns a lone text beside plain decoding, at the lowest temperature above 0."""
+    card, size, context = _LONE
+    same = [
+        r for r in speed_rows(any_text)
+        if (r["size"], r["context"]) == (size, context) and r["card"].startswith(card)
+    ]  # fmt: skip
+    limit = "".join(r["card"].partition(" limited to ")[2] for r in same[:1]).replace(":", " of the card,")
+    return [
+        r | {
+            "case": f"one text, {size}, {limit}",
+            "prompt": f"{context:,}", "beside": "our own plain decoding",
+            "theirs": f"{r['plain_ms_per_token']:,.1f} ms", "ours": f"{r['ms_per_token']:.1f} ms",
+            "ratio": f"{r['median']:.1f}x ({r['lowest']:.1f}x to {r['highest']:.1f}x)",
+        }
+        for r in sorted(same, key=lambda r: float(r["temperature"]))[:1]
+    ]  # fmt: skip
 
 
-def _on_cpu(content: Record) -> list[Record]:
-    """Returns a row with all lengths of a prompt on a CPU."""
-    rows = [r for r in peers.beside(content) if (r["bits"], r["temperature"]) == _ON_CPU]
+def _beside_engines(file: str, models: str, bits: int, temperature: float) -> list[Record]:
+    """Returns a row with all lengths of a prompt of one text, beside the fastest other engine."""
+    content = content_at(RESULTS / file)
+    rows = [
+        r for r in peers.beside(content)
+        if (r["batch"], r["bits"], r["temperature"]) == (1, bits, temperature)
+    ]  # fmt: skip
     if not rows:
         return []
 
     def each(template: str) -> str:
         return ", ".join(template.format(**r) for r in rows)
 
-    header, engines = content["parts"][rows[0]["part"]], dict.fromkeys(r["other"]["engine"] for r in rows)
+    engines = dict.fromkeys(_SERVERS.get(r["other"]["engine"], r["other"]["engine"]) for r in rows)
     return [{
-        "case": f"one text, SmolLM2-135M in {_ON_CPU[0]} bits, {header['settings']['threads']} CPU cores",
-        "prompt": each("{context:,}"), "beside": ", ".join(engines),
+        "case": f"one text, {models}", "prompt": each("{context:,}"), "beside": ", ".join(engines),
         "theirs": each("{other[ms_per_token]:.1f}") + " ms", "ours": each("{ms_per_token:.1f}") + " ms",
-        "ratio": each("{ratio:.2f}x"), "texts": each("{texts}"), "temperature": _ON_CPU[1],
-        "origin": (peers.CPU, rows[0]["part"], header),
+        "ratio": each("{ratio:.2f}x"), "lengths": each("{texts}"), "temperature": temperature,
+        "origin": (file, rows[0]["part"], content["parts"][rows[0]["part"]]),
     }]  # fmt: skip
 
 
 def front_note(any_text: Record, rows: Sequence[Record]) -> str:
     """Returns what is compared, on which hardware, where ours is slower, and the files of the rows."""
     loads = [r["ratio"] for r in requests.beside(content_at(RESULTS / requests.SERVING))]
-    on_cpu = [r["ratio"] for r in peers.beside(_peers()) if r["other"]["engine"] == "llama.cpp"]
+    beside = peers.beside(content_at(RESULTS / peers.CPU))
+    on_cpu = [r["ratio"] for r in beside if r["other"]["engine"] == "llama.cpp"]
+    lengths = " and ".join(r["lengths"] for r in rows if "lengths" in r)
     temperatures = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows if "temperature" in r}))
     hardware = "; ".join(dict.fromkeys(r["origin"][2]["hardware"] for r in rows))
     return (
@@ -142,8 +148,8 @@ def front_note(any_text: Record, rows: Sequence[Record]) -> str:
         "were tried. Tokens/s are those of all users together, and include the reading of prompts. Their "
         "text is greedy; a small model repeats itself there, which is easy to draft for every engine. "
         "Milliseconds are those of a new token after the prompt was read: medians over texts that nothing "
-        f"was tuned for (slowest to fastest), sampled at T = {temperatures}. On the CPU there is no draft "
-        f"model, and the lengths have {rows[-1]['texts']} texts. **Slower:** in "
+        f"was tuned for (slowest to fastest), sampled at T = {temperatures}; rows of several lengths have "
+        f"{lengths} texts. On the CPU there is no draft model. **Slower:** in "
         f"{sum(ratio < 1 for ratio in loads)} of {len(loads)} measured loads the server has fewer tokens/s "
         f"than vLLM, at the least {min(loads):.2f}x; on the CPU the speed is {min(on_cpu):.2f}x to "
         f"{max(on_cpu):.2f}x of llama.cpp's, over all lengths and temperatures with 4 to 16 bits. From "

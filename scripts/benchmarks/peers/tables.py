@@ -19,8 +19,10 @@ def _name(row: Record) -> str:
 
 
 def medians(content: Record) -> list[Record]:
-    """Returns medians over texts for each engine, format and mode by context, temperature and batch."""
-    names = ("part", "batch", "context", "temperature", "bits", "engine", "format", "mode")
+    """Returns medians over texts for each engine, format and mode by context, temperature, batch and
+    number of new tokens.
+    """
+    names = ("part", "batch", "context", "new_tokens", "temperature", "bits", "engine", "format", "mode")
     found = grouped((row for row in content["rows"] if "missing" not in row), *names)
     made = []
     for key, same in found.items():
@@ -34,7 +36,6 @@ def medians(content: Record) -> list[Record]:
         made.append({
             **dict(zip(names, key, strict=True)), **figures, "ms_per_token": statistics.median(times),
             "lowest": min(times), "highest": max(times), "texts": len(same),
-            "new_tokens": same[0]["new_tokens"],
         })  # fmt: skip
     return sorted(made, key=lambda row: tuple(row[name] for name in names))
 
@@ -42,7 +43,8 @@ def medians(content: Record) -> list[Record]:
 def beside(content: Record) -> list[Record]:
     """Returns a row for each number of bits and place: ours, and the fastest mode of the other engines."""
     made = []
-    for same in grouped(medians(content), "part", "batch", "context", "temperature", "bits").values():
+    places = "part", "batch", "context", "new_tokens", "temperature", "bits"
+    for same in grouped(medians(content), *places).values():
 
         def fastest(wanted: Callable[[Record], bool], same: list[Record] = same) -> Record | None:
             return min(filter(wanted, same), key=lambda row: row["ms_per_token"], default=None)
@@ -73,7 +75,8 @@ BESIDE: Columns = {
     "first token, s: ours": "{prefill_s:.2f}", "its, s": "{other[prefill_s]:.2f}",
 }  # fmt: skip
 BESIDE_GPU: Columns = {
-    "model": "{part}", "prompt, tokens": "{context:,}", "texts at once": "{batch}", "T": "{temperature:g}",
+    "model": "{part}", "prompt, tokens": "{context:,}", "new tokens": "{new_tokens}",
+    "texts at once": "{batch}", "T": "{temperature:g}",
     "ours, ms a token": _times, "ours, plain": "?{plain[ms_per_token]:.1f}",
     "fastest other engine": "{name}", "its ms a token": "{other[ms_per_token]:.1f}",
     "**our speed to its**": "**{ratio:.1f}x**",
@@ -89,7 +92,7 @@ EVERY: Columns = {
 }  # fmt: skip
 
 
-EVERY_GPU: Columns = {"model": "{part}"} | {
+EVERY_GPU: Columns = {"model": "{part}", "new tokens": "{new_tokens}"} | {
     name: cell for name, cell in EVERY.items() if name not in ("bits", "CPU ms a token")
 }
 
@@ -118,8 +121,9 @@ def _caption(file: str, content: Record, rows: Sequence[Record], missing: bool) 
         f"{texts} at {context:,} tokens"
         for context, texts in dict.fromkeys((row["context"], row["texts"]) for row in rows)
     )
+    new = " and ".join(str(count) for count in sorted({row["new_tokens"] for row in rows}))
     told.append(
-        f"{rows[0]['new_tokens']} new tokens, medians over texts ({texts}); the first token comes after the "
+        f"{new} new tokens, medians over texts ({texts}); the first token comes after the "
         "prompt was read, and ms a token is the time between it and the last one."
     )
     if file == CPU:
