@@ -13,7 +13,6 @@ from tests.support.kernels import step_cases
 from tests.support.kernels.acceptance_cases import LIKENESS, greedy, runner_up, traversal
 from tests.support.kernels.grow_cases import beginning, expansion, placement, scattered
 from tests.support.kernels.step_cases import Problem, selection
-from tests.support.kernels.suffix_cases import indexing, matching
 
 pytestmark = pytest.mark.gpu
 
@@ -101,10 +100,6 @@ def problems() -> Iterator[Make]:
     ]  # fmt: skip
     for shape, seed in product(placements, range(8)):
         yield partial(placement, *shape, GPU, seed % 2 == 1, seed // 2 % 2 == 1, seed // 4 == 1, seed)
-    for seed, (batch, most, entries) in enumerate([(1, 4000, 1 << 13), (6, 900, 64), (3, 70, 1 << 20)]):
-        yield partial(indexing, batch, most, GPU, entries, seed, (0, 17)[seed % 2])
-        for length in (1, 15, 128):
-            yield partial(matching, batch, most, GPU, length, 2 + seed, seed, entries)
 
 
 def _append_int8(*shape: Any) -> Problem:
@@ -136,8 +131,6 @@ def captured() -> Iterator[Callable[..., Problem]]:
         yield partial(expanded, vocab, exponential)
     for fixed in (False, True):
         yield partial(placement, 4, 8, 6, 6, GPU, fixed)
-    yield partial(indexing, 4, 300, GPU, 256)
-    yield partial(matching, 4, 300, GPU, 15)
     yield partial(cut, partial(traversal, 4, 32, 4096, GPU, 0.3, 10.0, both=0.5))
 
 

@@ -1,4 +1,4 @@
-"""Heads, their caches, hidden states and the suffix index in a memory plan, beside what is allocated."""
+"""Heads, their caches, hidden states and buffers in a memory plan, beside what is allocated."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -117,11 +117,11 @@ def test_a_plan_counts_them() -> None:
         plan(Sizes.of(*models, config, drafter), machine, config, OPTIONS, Workload(2, 300, 84))
         for drafter in (None, SuffixMatching(8))
     )
-    index = beside.device["suffix index"]
-    # Eight lengths of n-grams, four bytes, a power of two at least twice the tokens.
-    assert index == 2 * 8 * 4 * 2048
-    assert without.device["free"] - beside.device["free"] == index + beside.device["drafter's buffers"]
-    assert "suffix index" not in without.device
+    buffers = beside.device["drafter's buffers"]
+    # Eight tokens of eight bytes for each of two sequences.
+    assert buffers == 2 * 8 * 8
+    assert without.device["free"] - beside.device["free"] == buffers
+    assert "drafter's buffers" not in without.device
 
 
 def test_an_engine_plans_with_its_drafter(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_an_engine_plans_with_its_drafter(tmp_path: Path) -> None:
     assert made.device["hidden states for the drafter"] > 0
     alone = Hierarchy(HFModel(target), None, config).plan_memory([200], 50)
     assert alone is not None
-    assert alone.device["suffix index"] > 0
+    assert alone.device["drafter's buffers"] > 0
     assert torch.is_tensor(drafter._blocks[0][0])
 
 

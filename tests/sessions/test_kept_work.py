@@ -1,4 +1,4 @@
-"""Tests chunk means and the index of n-grams after kept keys and values, which equal those of a new text."""
+"""Tests chunk means after kept keys and values, which equal those of a new text."""
 
 from typing import Any
 
@@ -11,7 +11,6 @@ from tests.support.models.families import perturbed, prompt_of, tiny, without_tr
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.drafters import suffix_matching
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView
@@ -73,33 +72,17 @@ def test_chunk_means_before_kept_tokens_stay(
             assert not ours.isnan().any()
 
 
-def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that begins with the last text enters what follows; any other makes the index anew."""
-    entered: list[int] = []
-    index = suffix_matching.index_ngrams
-
-    def indexed(table: Tensor, tokens: Tensor, lengths: Tensor, powers: Tensor, *rest: Any) -> None:
-        entered.append(int((rest[1] - rest[0]).max()))
-        index(table, tokens, lengths, powers, *rest)
-
-    monkeypatch.setattr(suffix_matching, "index_ngrams", indexed)
+def test_suffix_matching_goes_on_from_the_last_text() -> None:
+    """Whether a prompt begins with the last text or not, the tokens are those of a new engine."""
     own = triforce_tree.load(tiny("llama-gqa"), **load_arguments(without_tree({**SMALL, "levels": 3})))
     cold = own.with_options(advanced={"prefix_cache": False})
     session = own.session(PROMPT)
     session.generate(**GREEDY)
-    drafter = own._hierarchy.last_program.drafter
-    for question, goes_on in ((QUESTION, True), (QUESTION[:1], True), (None, True), (QUESTION, False)):
-        if not goes_on:
+    for question, trimmed in ((QUESTION, False), (QUESTION[:1], False), (None, False), (QUESTION, True)):
+        if trimmed:
             session.trim(len(PROMPT) + 3)
         asked = [*session.tokens, *(question or [])]
-        entered.clear()
         out = session.generate(question, **GREEDY)
-        assert own._hierarchy.last_program.drafter is drafter
-        assert (max(entered) < 100) == goes_on
-        anew, state = torch.full_like(drafter._table, -1), drafter._state
-        first, until = torch.zeros_like(drafter._indexed), drafter._indexed
-        index(anew, state.tokens, drafter._lengths, drafter._powers, first, until, int(until))
-        assert torch.equal(drafter._table, anew)
         assert out.sequences.tolist() == cold.generate(asked, **GREEDY).sequences.tolist()
 
 

@@ -38,6 +38,9 @@ class MatchingDrafter(Drafter):
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
         self._forced: list[Sequence[int]] = [()] * state.batch
+        # The chains in ``_proposed``, and whether they follow committed tokens that no proposal followed yet.
+        self._following: Sequence[Sequence[int]] = [()] * state.batch
+        self._taken = False
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if self._state.made_up:
@@ -87,23 +90,33 @@ class MatchingDrafter(Drafter):
         Args:
             counts: the number of tokens to propose for each sequence, at most the length of the pass's shape.
         """
-        chains = np.full(self._proposed.shape, -1)
-        for chain, index, match, count in zip(chains, self._indices, matches, counts, strict=True):
-            if match is not None and match.common and count:
-                count = min(count, match.most)
-                following = match.forced or index.continuation(match.end, count)
-                chain[:count] = following[:count]
-        overwrite(self._proposed, torch.from_numpy(chains))
+        self._follow([
+            [] if match is None else list(match.forced[:count]) or index.continuation(match.end, count)
+            for index, match, count in zip(self._indices, matches, counts, strict=True)
+        ])  # fmt: skip
+        self._taken = True
 
     def take_likely(self, sequences: Sequence[Sequence[int] | None]) -> None:
         """Takes the tokens after a match of each sequence that are likely enough by what this sequence alone
         has shown, where nothing else decides on their number.
         """
-        matches, expected = self.match(sequences), MatchedTokens()
+        matches = self.match(sequences)
         for match in matches:
             if match is not None:
                 match.text.learn()
-        self.take(matches, [len(expected.after(match, self.lengths[0])) - 1 for match in matches])
+        self.take(matches, [self._likely(match) for match in matches])
+
+    def _likely(self, match: Match | None) -> int:
+        """Returns how many tokens after a match are likely enough by what its text alone has shown."""
+        return len(MatchedTokens().after(match, self.lengths[0])) - 1
+
+    def _follow(self, chains: Sequence[Sequence[int]]) -> None:
+        """Sets the chain of each sequence that the next ``propose`` writes."""
+        self._following = chains
+        padded = np.full(self._proposed.shape, -1)
+        for row, chain in zip(padded, chains, strict=True):
+            row[: len(chain)] = chain
+        overwrite(self._proposed, torch.from_numpy(padded))
 
     def _write(self, state: SequenceState, tree: TokenTree) -> None:
         """Writes the chains that were taken."""

@@ -1,7 +1,8 @@
 """Finds earlier occurrences of the end of a text, by an index of its n-grams on the host."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -65,6 +66,16 @@ class SuffixIndex:
             most, right = min(len(new), len(there)), common_prefix(new, there)
             self.matches.fresh.append((match.common, right, right < most))
 
+    @contextmanager
+    def followed_by(self, tokens: Sequence[int]) -> Iterator[None]:
+        """Is a context in which provisional tokens end the text. Their n-grams are no occurrences."""
+        known = len(self._text)
+        self._text.extend(tokens)
+        try:
+            yield
+        finally:
+            del self._text[known:]
+
     def match(self) -> tuple[int, int]:
         """Finds the latest earlier occurrence of the last tokens of the text: of as many as the first of
         ``LENGTHS`` that has one.
@@ -85,7 +96,7 @@ class SuffixIndex:
     def continuation(self, end: int, count: int) -> list[int]:
         """Returns the ``count`` tokens from position ``end`` on; past the end of the text they repeat."""
         following = self._text[end : end + count]
-        return (following * -(-count // len(following)))[:count]
+        return (following * -(-count // len(following)))[:count] if count else []
 
 
 class _NGrams:

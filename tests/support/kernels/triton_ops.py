@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.kernels import quick_interpreter
-from triforce_tree.kernels import step, suffix
+from triforce_tree.kernels import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,14 +49,6 @@ def step_kernels() -> SimpleNamespace:
         place_kernels,
     )
     return _named(step.__all__, *modules)
-
-
-def suffix_kernels() -> SimpleNamespace:
-    """Returns the Triton implementations of the operators of suffix matching, by name."""
-    require_triton()
-    from triforce_tree.kernels.suffix import ngrams_kernels
-
-    return _named(suffix.__all__, ngrams_kernels)
 
 
 def _named(names: list[str], *modules: ModuleType) -> SimpleNamespace:
