@@ -143,17 +143,17 @@ def front_note(any_text: Record, rows: Sequence[Record]) -> str:
     lengths = " and ".join(r["lengths"] for r in rows if "lengths" in r)
     temperatures = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows if "temperature" in r}))
     hardware = "; ".join(dict.fromkeys(r["origin"][2]["hardware"] for r in rows))
+    files = ", ".join(f"`{name}`" for name in dict.fromkeys(r["origin"][0] for r in rows))
     return (
-        f"{hardware}. Ours has default settings; vLLM and llama.cpp have the fastest of their modes that "
-        "were tried. Tokens/s are those of all users together, and include the reading of prompts. Their "
-        "text is greedy; a small model repeats itself there, which is easy to draft for every engine. "
-        "Milliseconds are those of a new token after the prompt was read: medians over texts that nothing "
-        f"was tuned for (slowest to fastest), sampled at T = {temperatures}; rows of several lengths have "
-        f"{lengths} texts. On the CPU there is no draft model. **Slower:** in "
-        f"{sum(ratio < 1 for ratio in loads)} of {len(loads)} measured loads the server has fewer tokens/s "
-        f"than vLLM, at the least {min(loads):.2f}x; on the CPU the speed is {min(on_cpu):.2f}x to "
-        f"{max(on_cpu):.2f}x of llama.cpp's, over all lengths and temperatures with 4 to 16 bits. From "
-        f"{_files_of(rows)}.\n"
+        f"{hardware}. Ours has default settings, vLLM and llama.cpp the fastest of their modes that were "
+        "tried. Tokens/s are those of all users together, with the reading of prompts; their text is greedy, "
+        "and repeats itself more than that of large models, which helps every engine. Milliseconds are those "
+        "of a new token after the prompt was read: medians over texts that nothing was tuned for, drawn at "
+        f"T = {temperatures} (slowest to fastest); rows of several lengths have {lengths} texts. On the CPU "
+        f"there is no draft model. **Slower:** {sum(ratio < 1 for ratio in loads)} of {len(loads)} loads of "
+        f"the server, at the least {min(loads):.2f}x of vLLM; texts on the CPU have {min(on_cpu):.2f}x to "
+        f"{max(on_cpu):.2f}x of llama.cpp's speed, over all lengths and temperatures with 4 to 16 bits. From "
+        f"{files}, whose commits and dates are in [results](docs/results/README.md).\n"
     )
 
 
