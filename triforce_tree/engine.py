@@ -344,7 +344,7 @@ class Engine:
         return self._hierarchy.last_program
 
     def levels(self, prompt_tokens: int) -> int:
-        """Returns the number of levels that a prompt of this length gets."""
+        """Returns the most levels of a text of this many tokens."""
         return self._hierarchy.levels(prompt_tokens)
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:

@@ -21,7 +21,7 @@ from tests.support.models.api_cases import (
     small_engine,
     text_of,
 )
-from tests.support.models.families import perturbed, prompt_of
+from tests.support.models.families import greedy, perturbed, prompt_of
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 
@@ -110,7 +110,10 @@ def test_progress_counts_the_prompt(engine: Engine) -> None:
     assert fed == [16, 16, 8]
 
 
-def test_auto_takes_three_levels_for_long_prompts() -> None:
+def test_auto_takes_three_levels_for_texts_that_become_long() -> None:
     auto = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), **load_arguments(SMALL))
-    assert len(auto.generate(prompt_of(47), max_new_tokens=2).levels) == 2
-    assert len(auto.generate(prompt_of(48), max_new_tokens=2).levels) == 3
+    assert len(auto.generate(prompt_of(45), max_new_tokens=2).levels) == 2
+    for prompt, more in ((46, 2), (10, 38)):
+        out = auto.generate(prompt_of(prompt), max_new_tokens=more, do_sample=False)
+        assert len(out.levels) == 3
+        assert out.sequences[0, prompt:].tolist() == greedy(TARGET, prompt_of(prompt), more)

@@ -202,7 +202,7 @@ def test_a_growing_conversation_seldom_makes_buffers() -> None:
 
 def test_another_number_of_levels_takes_over_the_memory() -> None:
     own = engine("three levels").with_options(levels="auto", budget=128, advanced={"chunk": 64, "recent": 64})
-    session = own.session(PROMPT)
+    session = own.session(PROMPT[:240])
     levels, memories = [], []
     for number, question in enumerate([[], prompt_of(120), [1]]):
         if number == 2:

@@ -465,12 +465,15 @@ class Hierarchy:
                 both are on the device.
             pool: the pool of KV slots that the prompts share; with None each prompt has its own slots.
             shortest: tokens by which the number of levels is chosen; by default, and with an offloaded cache,
-                which has no level 1 for shorter prompts, those of the shortest prompt.
+                which has no level 1 for shorter prompts, those of the shortest prompt. A lone text on the
+                device has the levels that its new tokens may need.
         """
         split = self.memory.offload if self.memory is not None else None
         if split is not None:
             pool = shortest = None
         shortest, max_seq_len = shortest or min(map(len, prompts)), max(map(len, prompts)) + new_tokens
+        if len(prompts) == 1 and pool is None and self.memory is None:
+            shortest = max_seq_len
         levels = self.levels(shortest, self.rounded(max_seq_len))
         few_bits = (
             self.config.retrieval_weight_bits == "auto"

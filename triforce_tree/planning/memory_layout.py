@@ -307,7 +307,9 @@ def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> Ho
 
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """Returns the plan without offloading: everything but streamed weights stays on the device."""
-    levels = config.levels_for(workload.prompt)
+    # ``Hierarchy.program`` gives a lone text the levels that its new tokens may need.
+    lone = workload.batch == 1 and not workload.pool and not config.offloads
+    levels = config.levels_for(workload.max_seq_len if lone else workload.prompt)
     max_seq_len = workload.max_seq_len + pass_limits(config, levels).scratch_slots
     slots = workload.pool or max_seq_len * workload.batch
     layer_bytes = slots * sizes.row
