@@ -202,11 +202,11 @@ def test_a_growing_conversation_seldom_makes_buffers() -> None:
 
 def test_another_number_of_levels_takes_over_the_memory() -> None:
     own = engine("three levels").with_options(levels="auto", budget=128, advanced={"chunk": 64, "recent": 64})
-    session = own.session(PROMPT[:240])
+    session = own.session(PROMPT, reserve=0)
     levels, memories = [], []
     for number, question in enumerate([[], prompt_of(120), [1]]):
         if number == 2:
-            session.trim(200)
+            session = own.session(session.tokens[:200], reserve=0)
         before, asked = len(session.tokens), [*session.tokens, *question]
         out = session.generate(question or None, max_new_tokens=9, do_sample=False)
         assert out.reused_tokens >= (before - 1 if number else 0)
