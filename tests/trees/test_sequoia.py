@@ -2,14 +2,13 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.expected_acceptances import expected_acceptances
+from tests.support.expected_acceptances import every_tree, expectation, expected_acceptances
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees import sequoia
 from triforce_tree.trees.sequoia import Ranks, best_paths
@@ -24,36 +23,6 @@ from triforce_tree.trees.shapes import (
 MOST = 6
 
 
-def every_tree(size: int) -> list[frozenset[Ranks]]:
-    """Returns all ordered trees of ``size`` nodes below a root, as sets of rank paths."""
-
-    def below(path: Ranks, nodes: int, rank: int = 0) -> Iterator[list[Ranks]]:
-        if nodes == 0:
-            yield []
-            return
-        child = (*path, rank)
-        for inside in range(nodes):
-            for deeper in below(child, inside):
-                for later in below(path, nodes - inside - 1, rank + 1):
-                    yield [child, *deeper, *later]
-
-    return [frozenset(tree) for tree in below((), size)]
-
-
-EVERY = {size: every_tree(size) for size in range(1, MOST + 1)}
-
-
-def expectation(tree: frozenset[Ranks], by_depth: list[list[float]]) -> float:
-    total = 0.0
-    for path in tree:
-        chance = 1.0
-        for depth, rank in enumerate(path):
-            vector = by_depth[min(depth, len(by_depth) - 1)]
-            chance *= vector[rank] if rank < len(vector) else 0.0
-        total += chance
-    return total
-
-
 def vectors(rng: np.random.Generator, count: int) -> list[list[float]]:
     """Returns random acceptance vectors, not ordered by rank and with zeros."""
     made = []
@@ -66,7 +35,7 @@ def vectors(rng: np.random.Generator, count: int) -> list[list[float]]:
 
 
 def test_there_are_as_many_trees_as_catalan_numbers_say() -> None:
-    assert [len(set(EVERY[size])) for size in EVERY] == [1, 2, 5, 14, 42, 132]
+    assert [len(set(every_tree(size))) for size in range(1, MOST + 1)] == [1, 2, 5, 14, 42, 132]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -79,7 +48,7 @@ def test_no_small_tree_is_better(seed: int, positional: bool) -> None:
         best = max(
             expectation(tree, by_depth)
             for m in range(1, size + 1)
-            for tree in EVERY[m]
+            for tree in every_tree(m)
             if _depth(tree) <= depth
         )
         paths = frozenset(best_paths(acceptance, size, depth))

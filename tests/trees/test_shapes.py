@@ -1,12 +1,11 @@
-"""Tree shapes: Sequoia and best-first against brute force, parsing of names."""
+"""Tree shapes: best-first against brute force, parsing of names; ``test_sequoia`` tests Sequoia's trees."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.support.expected_acceptances import expected_acceptances
+from tests.support.expected_acceptances import every_tree, expectation, expected_acceptances
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.draws import draw_tokens
 from triforce_tree.trees.shapes import (
@@ -26,48 +25,6 @@ ACCEPTANCE = [
     [0.25],
     [0.4, 0.35, 0.2, 0.05],
 ]
-
-
-def forests(size: int, depth: int, width: int, rank: int = 0) -> Iterator[list[Ranks]]:
-    """Returns all ways to arrange ``size`` nodes below a node, from child ``rank`` on."""
-    if size == 0:
-        yield []
-        return
-    if depth == 0 or rank == width:
-        return
-    for subtree in range(1, size + 1):
-        for below in forests(subtree - 1, depth - 1, width):
-            for rest in forests(size - subtree, depth, width, rank + 1):
-                yield [(rank,), *((rank, *path) for path in below), *rest]
-
-
-def expectation(paths: list[Ranks], acceptance: list[float]) -> float:
-    """Returns the expected accepted tokens, the sum over all nodes of the probability of their paths."""
-    total = 0.0
-    for path in paths:
-        chance = 1.0
-        for rank in path:
-            chance *= acceptance[rank]
-        total += chance
-    return total
-
-
-@pytest.mark.parametrize("acceptance", ACCEPTANCE)
-@pytest.mark.parametrize(("size", "depth"), [(1, 1), (3, 2), (4, 4), (6, 2), (6, 3), (7, 4)])
-def test_sequoia_is_the_best_of_all_trees(acceptance: list[float], size: int, depth: int) -> None:
-    every = list(forests(size, depth, len(acceptance)))
-    if not every:
-        assert sequoia(acceptance, size, depth).size < size, "as many as the ranks and depths allow"
-        return
-    best = max(expectation(paths, acceptance) for paths in every)
-    found = sequoia(acceptance, size, depth)
-    assert found.size == size
-    assert expected_acceptances(found, acceptance) == pytest.approx(best)
-
-
-def test_brute_force_finds_all_trees() -> None:
-    """Ordered forests of n nodes are counted by the Catalan numbers."""
-    assert [len(list(forests(n, n, n))) for n in range(1, 7)] == [1, 2, 5, 14, 42, 132]
 
 
 def test_sequoia_is_limited_by_depth_and_width() -> None:
@@ -114,11 +71,11 @@ def test_best_first_is_optimal_if_acceptance_depends_on_rank(widths, acceptance)
     sizes = [sum(len(path) == depth for path in paths) for depth in range(1, len(widths) + 1)]
     assert all(size <= width for size, width in zip(sizes, widths, strict=True))
     others = (
-        expectation(other, acceptance)
-        for other in forests(len(paths), len(widths), len(acceptance))
+        expectation(other, [acceptance])
+        for other in every_tree(len(paths))
         if [sum(len(p) == d for p in other) for d in range(1, len(widths) + 1)] == sizes
     )
-    assert expectation(paths, acceptance) == pytest.approx(max(others))
+    assert expectation(paths, [acceptance]) == pytest.approx(max(others))
 
 
 def test_best_first_prefers_probable_paths() -> None:
