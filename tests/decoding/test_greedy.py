@@ -87,24 +87,6 @@ def test_an_unrelated_draft(levels: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-@pytest.mark.parametrize("length", [1, 2, 4, 6, 20])
-def test_short_prompts(levels: int, length: int) -> None:
-    """Shorter than what a draft is fed again, or than the retrieval budget."""
-    target = model("llama-gqa")
-    program = program_of(target, draft_of("llama-gqa"), levels)
-    new, _ = decoded(program, [prompt_of(length)], [40])
-    assert new == [reference(target, prompt_of(length), 40)]
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_a_batch_gives_each_sequence_what_it_gets_alone(levels: int) -> None:
-    together, _ = decoded(program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3), PROMPTS, NEW)
-    one = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels)
-    for prompt, new, tokens in zip(PROMPTS, NEW, together, strict=True):
-        assert decoded(one, [prompt], [new])[0] == [tokens]
-
-
-@pytest.mark.parametrize("levels", [2, 3])
 def test_sequences_many_times_longer_than_the_drafts_window(levels: int) -> None:
     """110 tokens over windows of 6 to 12."""
     target, prompts = model("llama-gqa"), [prompt_of(44), prompt_of(59)]

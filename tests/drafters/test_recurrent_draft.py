@@ -315,15 +315,6 @@ def test_by_the_engine() -> None:
     assert not torch.equal(one, other)
 
 
-def test_three_levels_by_the_engine() -> None:
-    target = model("llama-gqa")
-    options = {"rounds": 2, "budget": 24, "chunk": 4, "recent": 8}
-    budget = options.pop("budget")
-    engine = triforce_tree.load(target, recurrent("lfm2"), levels=3, budget=budget, advanced=options)
-    out = engine.generate(PROMPTS[0], max_new_tokens=12, do_sample=False)
-    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == reference(target, PROMPTS[0], 12)
-
-
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-4", "jamba", "lfm2"])
 def test_the_memory_plan_counts_the_states(family: str) -> None:
     program = program_of(model("llama-gqa"), recurrent(family), 3, 2, **CHAIN)
