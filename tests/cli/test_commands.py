@@ -173,7 +173,6 @@ def test_stops_and_penalties_are_those_of_python(
 
 BAD = {
     "no such file": (["generate", "/nowhere.txt"], "/nowhere.txt"),
-    "negative temperature": (["generate", "PROMPT", "--temperature", "-1"], "temperature=-1.0"),
     "nan temperature": (["generate", "PROMPT", "--temperature", "nan"], "temperature=nan"),
     "top_p": (["generate", "PROMPT", "--top-p", "1.5"], "top_p=1.5"),
     "top_k": (["generate", "PROMPT", "--top-k", "-2"], "top_k=-2"),
@@ -187,23 +186,12 @@ BAD = {
     ),
     "nan length penalty": (["generate", "PROMPT", "--length-penalty", "nan"], "nan must be a finite number"),
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
-    "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
-    "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),
-    "tree of prompt lookup": (
-        ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
-        "suffix matching proposes chains",
-    ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
-    "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
-    "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
     "mistyped path": (["generate", "PROMPT", "--target", "models/lama"], "no such folder: 'models/lama'"),
-    "no hub id": (["generate", "PROMPT", "--target", "a/b/c"], "'a/b/c', nor is it a hub id"),
     "fraction of a token": (["generate", "PROMPT", "--max-new-tokens", "2.5"], "'2.5' is not a whole number"),
     "equal texts": (["generate", "PROMPT", "--num-return-sequences", "3"], "--temperature above 0, or --num"),
     "long needle": (["bench", "needle", "--lengths", "9", "9999999"], "4096 positions; shorten"),
     "long book": (["bench", "pg19", "--lengths", "200", "9999999"], "4096 positions; shorten"),
-    "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
-    "huge gamma": (["generate", "PROMPT", "--advanced", "gamma=1000000000"], "at most 1024"),
     "rows as text": (["bench", "text", "--file", "ROWS"], "rows.jsonl: its suffix is that of a data set"),
     "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
     "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no image format"),
@@ -212,19 +200,13 @@ BAD = {
         ["generate", "PROMPT", "--xyz", "9"],
         "--xyz 9; see triforce-tree generate --help",
     ),
-    "mistyped option": (["generate", "PROMPT", "--max-new-tokes", "9"], "did you mean --max-new-tokens?"),
-    "small budget": (["generate", "PROMPT", "--budget", "10"], "use budget>=264"),
-    "picture elsewhere": (["bench", "needle", "--plot", "/nowhere/m.png"], "its folder is missing"),
-    "unknown method": (["bench", "text", "--methods", "magic"], "magic"),
     "long context": (["bench", "text", "--context", "99999999"], "99999999 tokens"),
-    "missing folder": (["bench", "text", "--out", "/nowhere/x.jsonl"], "/nowhere/x.jsonl"),
     "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
     "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
     "depth": (["bench", "needle", "--depths", "2"], "between 0"),
     "no network": (["bench", "pg19", "--lengths", "100"], "give a .jsonl, .json, .csv or .parquet file"),
     "no rows": (["bench", "pg19", "--data", "/nowhere.jsonl"], "no such file: '/nowhere.jsonl'"),
     "negative draws": (["check", "--draws", "-1"], "argument --draws: -1 must be at least 0"),
-    "greedy check": (["check", "--temperature", "0"], "temperature=0.0"),
     "demo prompt": (["demo", "--prompt-tokens", "99999999"], "99999999"),
     "demo start": (["demo", "--start", "99999999"], "--start 99999999"),
     "demo without room": (["demo", "--prompt-tokens", "20"], "--prompt-tokens 20 must be more than"),
@@ -245,17 +227,6 @@ def test_bad_input_ends_with_one_line_and_code_2(
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
     assert needed in err
-
-
-def test_empty_and_binary_prompts_are_refused(
-    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
-) -> None:
-    path = tmp_path / "p"
-    for content, needed in ((b" \n", "holds no text"), (b"\xff\xfe\x00", "not UTF-8")):
-        path.write_bytes(content)
-        code, _, err = run(capsys, "generate", str(path), *pair.options)
-        assert code == 2
-        assert needed in err
 
 
 def test_a_full_disk_is_noticed_before_the_run(

@@ -70,12 +70,6 @@ def test_a_model_that_accelerate_spread_over_devices_is_refused(places: dict[str
         triforce_tree.load(model)
 
 
-def test_a_device_map_of_one_device_is_accepted() -> None:
-    model = tiny("llama")
-    model.hf_device_map = {"": "cpu"}
-    assert HFModel(model).layers == 2
-
-
 def test_a_decoder_of_speech_names_its_positions_otherwise() -> None:
     sizes = {"d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 2}
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)

@@ -68,12 +68,6 @@ def test_one_offloaded_cache_at_a_time() -> None:
         assert each._hierarchy.last_program is own._hierarchy._offloaded[0]
 
 
-def test_a_batch() -> None:
-    ids = torch.tensor([PROMPT, PROMPT[::-1]])
-    out = engine().generate(ids, max_new_tokens=12, do_sample=False)
-    assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:12]
-
-
 def test_the_plan_is_known_before_generation() -> None:
     own = engine(gpu_memory="2GiB")
     plan = own.memory_plan(len(PROMPT), NEW)
