@@ -296,16 +296,6 @@ def test_contradictory_temperature(engine) -> None:
         engine.generate([1], temperature=0, do_sample=True, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_nan_logits(levels: int) -> None:
-    broken = tiny("llama-gqa")
-    engine = triforce_tree.load(broken, levels=levels, budget=16, advanced={"chunk": 4, "recent": 8})
-    with torch.no_grad():
-        broken.model.norm.weight[3] = torch.nan
-    with pytest.raises(ValueError, match=says("NaN logits", "dtype=torch.float32")):
-        engine.generate(prompt_of(40), max_new_tokens=3)
-
-
 BAD_OPTIONS = [
     ({"budget": 4100, "chunk": 8}, ("budget=4100", "multiple of chunk=8", "budget=4096")),
     ({"budget": 5, "chunk": 8}, ("budget=5", "chunk of sinks (8)", "budget>=264")),
@@ -391,11 +381,6 @@ def test_flat_options_and_records_are_the_same_settings() -> None:
     assert HierarchyConfig.from_options() == HierarchyConfig()
 
 
-def test_unknown_generation_option(engine) -> None:
-    with pytest.raises(ValueError, match="temprature"):
-        engine.generate([1], max_new_tokens=3, temprature=0.5)
-
-
 def test_missing_folder(tmp_path: Path) -> None:
     for source in (tmp_path / "nowhere", str(tmp_path / "nowhere")):
         with pytest.raises(FileNotFoundError, match=says("no such folder", "nowhere")):
@@ -438,12 +423,6 @@ def test_corrupt_checkpoint(folder: Path, damage: str) -> None:
     content = weights.read_bytes()
     weights.write_bytes({"truncated": content[:-1000], "garbage": b"x" * 500, "empty": b""}[damage])
     with pytest.raises(OSError, match=says(folder, "corrupt", "copy or download it again")):
-        triforce_tree.load(folder)
-
-
-def test_corrupt_configuration(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-    with pytest.raises((OSError, ValueError), match=says("config.json")):
         triforce_tree.load(folder)
 
 

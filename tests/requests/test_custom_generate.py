@@ -54,20 +54,6 @@ def test_custom_generate_honours_seeds_and_options() -> None:
     assert penalised[0, len(PROMPT) :].tolist() == greedy(TARGET, PROMPT, 15, repetition_penalty=1.7)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2, "do_sample": False},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"output_attentions": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_custom_generate_refuses_what_it_cannot_do(options: dict) -> None:
-    with pytest.raises(ValueError, match=r"rows|output_attentions"):
-        through_transformers(max_new_tokens=3, **options)
-
-
 def test_custom_generate_needs_a_tokenizer_for_stop_strings() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         through_transformers(hook={"stop_strings": "x"}, max_new_tokens=3)

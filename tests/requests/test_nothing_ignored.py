@@ -121,7 +121,7 @@ def test_other_keywords_are_refused_by_name(engine: Engine, name: str) -> None:
 
 def hooked(**kwargs: Any) -> list[int]:
     run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))
-    out = TARGET.generate(IDS, custom_generate=run, max_new_tokens=5, do_sample=False, **kwargs)
+    out = TARGET.generate(IDS, custom_generate=run, max_new_tokens=5, **{"do_sample": False, **kwargs})
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
 
@@ -139,6 +139,8 @@ HOOKED: dict[str, tuple[Any, str]] = {
     CACHE: (filled(), f"{CACHE} holds tokens"),
     "position_ids": (torch.arange(len(PROMPT))[None] + 1, "position_ids other than"),
     "num_beams": (2, "rows"),
+    "num_return_sequences": (2, "rows"),
+    "output_attentions": (True, "output_attentions"),
     "tokenizer": ("x", "tokenizer"),
 }
 
@@ -146,7 +148,7 @@ HOOKED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", HOOKED)
 def test_nothing_is_ignored_through_transformers(name: str) -> None:
     value, words = HOOKED[name]
-    more = {"stop_strings": "x"} if name == "tokenizer" else {}
+    more = {"tokenizer": {"stop_strings": "x"}, "num_return_sequences": {"do_sample": True}}.get(name, {})
     with pytest.raises(ValueError, match=words):
         hooked(**{name: value}, **more)
 

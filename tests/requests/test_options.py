@@ -9,11 +9,8 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
-    LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
 )
 
 from tests.support.models.api_cases import EXPECTED, PROMPT, TARGET, new, ours, small_engine, text_of
@@ -63,30 +60,6 @@ def test_stop_strings_cut_at_the_token_that_completes_them(engine: Engine) -> No
         assert out.finish_reason == "stop"
 
 
-class AfterTokens(StoppingCriteria):
-    """Ends a text of ``length`` tokens; fails if it is not asked at every length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.asked: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
-        self.asked.append(input_ids.shape[1])
-        return torch.tensor([input_ids.shape[1] >= self.length])
-
-
-def test_stopping_criteria_see_every_length(engine: Engine) -> None:
-    criterion = AfterTokens(len(PROMPT) + 6)
-    out = engine.generate(
-        PROMPT,
-        max_new_tokens=40,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([criterion]),
-    )
-    assert new(out) == EXPECTED[:6]
-    assert criterion.asked == list(range(len(PROMPT) + 1, len(PROMPT) + 7))
-
-
 GREEDY_OPTIONS = [
     {"repetition_penalty": 1.7},
     {"no_repeat_ngram_size": 2},
@@ -113,17 +86,6 @@ def test_a_generation_config_and_keywords_over_it(engine: Engine) -> None:
     assert config.max_new_tokens == 7, "the user's object is left alone"
 
 
-def test_own_logits_processors(engine: Engine) -> None:
-    banned = SuppressTokensLogitsProcessor(EXPECTED[:2], device="cpu")
-    out = ours(engine, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([banned]))
-    assert out == greedy(TARGET, PROMPT, 20, suppress_tokens=EXPECTED[:2])
-
-
-def test_same_seed_same_tokens(engine: Engine) -> None:
-    sample = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0}
-    assert ours(engine, seed=5, **sample) == ours(engine, seed=5, **sample) != ours(engine, seed=6, **sample)
-
-
 def test_without_a_seed_torchs_own_decides(engine: Engine) -> None:
     # A draft length chosen by the clock would change which draws are made.
     steady = engine.with_options(advanced={"rounds": 1})
@@ -148,21 +110,6 @@ def test_temperature_decides_whether_to_sample(engine: Engine) -> None:
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_a_distribution_of_one_token_is_greedy(engine: Engine, narrow: dict) -> None:
     assert ours(engine, do_sample=True, seed=3, max_new_tokens=15, **narrow) == EXPECTED[:15]
-
-
-UNSUPPORTED = {
-    "output_attentions": True,
-    "penalty_alpha": 0.6,
-    "guidance_scale": 2.0,
-    "prompt_lookup_num_tokens": 4,
-    "cache_implementation": "static",
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_options_are_refused_by_name(engine: Engine, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        engine.generate(PROMPT, max_new_tokens=3, **{name: UNSUPPORTED[name]})
 
 
 INF, NAN = float("inf"), float("nan")

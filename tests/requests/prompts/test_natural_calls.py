@@ -1,6 +1,5 @@
 """Calls as transformers users write them work, or fail in one line with the remedy."""
 
-import re
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from transformers import (
 from tests.support.models.api_cases import EXPECTED, PROMPT, TARGET, characters, new, small_engine, text_of
 from tests.support.models.families import greedy, prompt_of
 from triforce_tree import Engine
-from triforce_tree.requests import chat, inputs
+from triforce_tree.requests import chat
 
 OTHER = prompt_of(30)
 NEW = 5
@@ -229,7 +228,3 @@ def test_the_users_own_lists_and_configs_are_left_alone(engine: Engine) -> None:
     engine.generate(PROMPT, stopping_criteria=criteria, generation_config=config, max_new_tokens=NEW)
     assert not criteria
     assert config.to_dict() == before
-
-
-def test_messages_fit_in_one_line() -> None:
-    assert re.search(r"\n", inputs._FORMS) is None
