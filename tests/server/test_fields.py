@@ -197,15 +197,6 @@ def test_wrong_values_are_refused_by_name(client: openai.OpenAI, name: str) -> N
         assert name in said or "vocabulary" in said or "levels" in said or "length" in said or "depth" in said
 
 
-def test_best_of_is_refused_in_a_sentence(client: openai.OpenAI) -> None:
-    with pytest.raises(
-        openai.BadRequestError, match="best_of=3 is not supported, because the server returns"
-    ):
-        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, best_of=3)
-    made = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, n=2, best_of=2, temperature=1)
-    assert len(made.choices) == 2
-
-
 def test_fields_of_chats(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     made = client.chat.completions.create(

@@ -7,7 +7,7 @@ from urllib.parse import urlparse
 import openai
 import pytest
 
-from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of
+from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -24,19 +24,13 @@ def refusal(call: object, **given: object) -> tuple[int, str]:
     "change, status, said",
     [
         ({"model": "other"}, 404, "'other' is not served here; use 'pair'"),
-        ({"temperature": -1}, 400, "temperature=-1 must be 0, or a number from 1e-30 to 1e+06"),
         ({"max_tokens": 501}, 400, "501 new tokens are more than the 500"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": ""}, 400, "empty"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [[1, 2], []]}, 400, "empty"),
-        ({"prompt": [1, 10**9]}, 400, "outside the vocabulary"),
         ({"extra_body": {"logit_bias": {"5": 101}}}, 400, "logit_bias has 5: 101; give token ids"),
         ({"extra_body": {"frequency_penalty": 2.5}}, 400, "frequency_penalty=2.5 must be a number from -2"),
         ({"extra_body": {"echo": 1}}, 400, "echo=1 must be true or false"),
         ({"extra_body": {"max_completion_tokens": 0}}, 400, "max_completion_tokens is not supported"),
         ({"suffix": "end"}, 400, "suffix is not supported"),
-        ({"best_of": 3}, 400, "best_of=3 is not supported"),
+        ({"best_of": 3}, 400, "best_of=3 is not supported, because the server returns"),
         ({"extra_body": {"min_tokens": 3.0}}, 400, "min_tokens=3.0 must be a whole number"),
         ({"stop": ["a"] * 5}, 400, "stop is a list, and must be a text, or a list of at most 4"),
         (
@@ -70,8 +64,6 @@ def test_completions(client: openai.OpenAI, change: dict[str, object], status: i
         ({"top_logprobs": 3}, "top_logprobs is given without logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"max_tokens": None, "extra_body": {"min_tokens": 501}}, "exceeds the limit of 500 new tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "a"}]}, "no role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
             "continues text alone",
@@ -83,32 +75,6 @@ def test_chats(client: openai.OpenAI, change: dict[str, object], said: str) -> N
     status, message = refusal(client.chat.completions.create, **given)
     assert status == 400
     assert said in message
-
-
-def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=3, temperature=0, echo=False, best_of=1, logit_bias={},
-        frequency_penalty=0, presence_penalty=0, user="me",
-    )  # fmt: skip
-    assert answer.choices[0].finish_reason == "length"
-    chat = client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=3, temperature=0, tools=[],
-        tool_choice="none", response_format={"type": "text"}, modalities=["text"], metadata={"a": "b"},
-    )  # fmt: skip
-    assert chat.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
-def test_numbers_are_finite(url: str, name: str) -> None:
-    connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    # Python's JSON parser accepts Infinity.
-    body = json.dumps({"model": NAME, "prompt": PROMPT, name: float("inf")})
-    connection.request("POST", "/v1/completions", body, headers)
-    answer = connection.getresponse()
-    assert answer.status == 400
-    assert "Infinity is no finite number" in json.loads(answer.read())["error"]["message"]
-    connection.close()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -130,21 +96,6 @@ def test_bodies_are_bounded(url: str, chunked: bool) -> None:
     said = json.loads(answer.read())["error"]["message"]
     assert said == "the body has more than 1,048,576 bytes; send less, or raise --max-body"
     connection.close()
-
-
-def test_bodies_that_are_no_json(url: str) -> None:
-    client = client_of(url).with_options(base_url=url)
-    with pytest.raises(openai.BadRequestError, match=r"the body is no JSON \(.+ at byte 1\)"):
-        client.post("/v1/completions", cast_to=object, content=b"{")
-    with pytest.raises(openai.BadRequestError, match="the body is no JSON object; send one"):
-        client.post("/v1/completions", cast_to=object, body=[])
-
-
-def test_a_wrong_key_is_refused(url: str) -> None:
-    other = client_of(url, "other")
-    for call in (other.models.list, lambda: other.completions.create(model=NAME, prompt="a")):
-        with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):
-            call()
 
 
 def test_models(client: openai.OpenAI, url: str) -> None:

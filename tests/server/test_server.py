@@ -42,20 +42,6 @@ def test_usage_counts_the_tokens_that_were_kept(client: openai.OpenAI, engine: E
     assert max(counted[::2]) < chunk
 
 
-def test_streams_are_the_same_text(client: openai.OpenAI, engine: Engine) -> None:
-    stream = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=24, temperature=0, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    chunks = list(stream)
-    texts = [choice.text for chunk in chunks for choice in chunk.choices]
-    assert "".join(texts) == expected(engine, PROMPT, 24)
-    assert sum(map(bool, texts)) > 2
-    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 24
-
-
 def test_chats_take_the_template(client: openai.OpenAI, engine: Engine) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     prompt = f"user: {PROMPT}\nassistant:"
@@ -100,25 +86,6 @@ def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
     assert once == texts(seed=5, n=3)
     assert len(set(once)) == 3
     assert len(set(texts(n=3))) == 3
-
-
-def test_logprobs_are_the_targets(client: openai.OpenAI, engine: Engine) -> None:
-    answer = client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
-        logprobs=True, top_logprobs=3,
-    )  # fmt: skip
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert len(logprobs.content) == 6
-    for entry in logprobs.content:
-        assert len(entry.top_logprobs) == 3
-        # In greedy decoding the chosen token is the most probable one.
-        assert entry.top_logprobs[0].token == entry.token
-        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
-    plain = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
-    assert plain.choices[0].logprobs is not None
-    assert len(plain.choices[0].logprobs.token_logprobs) == 6
 
 
 @pytest.mark.parametrize("stop", [None, ["the"]])
@@ -205,6 +172,7 @@ def test_choices_of_a_stream_are_those_of_a_whole_reply(client: openai.OpenAI) -
     for choice in whole.choices:
         own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(c.text for c in own) == choice.text
+        assert sum(bool(c.text) for c in own) > 2
         assert [c.finish_reason for c in own if c.finish_reason] == ["length"]
 
 

@@ -134,6 +134,8 @@ def test_logprobs_of_chats(script: Script, stream: bool) -> None:
                 assert bytes(each.bytes).decode() == each.token
         [own] = [each for each in entry.top_logprobs if each.logprob == entry.logprob]
         assert (own.token, own.bytes) == (entry.token, entry.bytes)
+        # In greedy decoding the chosen token is the most probable one.
+        assert own is entry.top_logprobs[0]
     assert [entry.token for entry in entries[-2:]] == ["<|user|>", "<|im_end|>"]
     assert [entry.bytes for entry in entries[-2:]] == [None, None], "they are no part of the text"
 
