@@ -3,8 +3,6 @@
 The kernels run in Triton's interpreter where there is no GPU.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -26,11 +24,6 @@ pytestmark = triton_ops.runs_kernels
 HALF, SINGLE = torch.float16, torch.float32
 SMALL = KernelConfig(16, 64, 4, 2, 1)
 PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    return triton_ops.step_kernels()
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 3e4, 1e37])

@@ -3,20 +3,12 @@
 The kernels run in Triton's interpreter where there is no GPU; see ``test_kv_slots``.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.support.kernels import acceptance_cases, step_cases, triton_ops
+from tests.support.kernels import acceptance_cases, step_cases
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
-    return triton_ops.step_kernels()
 
 
 def test_greedy_acceptance_by_hand() -> None:

@@ -4,24 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.kernels import grow_cases, step_cases, triton_ops
+from tests.support.kernels import grow_cases, step_cases
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.draws import largest
 
 HALF, SINGLE = torch.float16, torch.float32
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
-    return triton_ops.step_kernels()
 
 
 @runs_kernels

@@ -6,24 +6,17 @@ here, bf16 in ``tests/gpu/test_step_kernels.py``.
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.kernels import step_cases, triton_ops
+from tests.support.kernels import step_cases
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step import select
 from triforce_tree.kernels.step.kv_slots import key_moments
 
 HALF, SINGLE = torch.float16, torch.float32
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
-    return triton_ops.step_kernels()
 
 
 @runs_kernels

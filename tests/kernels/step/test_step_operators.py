@@ -5,22 +5,15 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.kernels import acceptance_cases, grow_cases, step_cases, triton_ops
+from tests.support.kernels import acceptance_cases, grow_cases, step_cases
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 
 SINGLE = torch.float32
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
-    return triton_ops.step_kernels()
 
 
 @runs_kernels

@@ -3,22 +3,14 @@
 The kernel runs in Triton's interpreter where there is no GPU; see ``test_kv_slots``.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.support.kernels import acceptance_cases, step_cases, triton_ops
+from tests.support.kernels import acceptance_cases, step_cases
 from tests.support.kernels.naive_traversal import traverse_one_tree
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 
 KINDS = {"drawn": {}, "mixed": {"fixed": 0.5}, "fixed": {"fixed": 1.0}, "mixed siblings": {"both": 0.7}}
-
-
-@pytest.fixture
-def ops() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
-    return triton_ops.step_kernels()
 
 
 @pytest.mark.parametrize("kind", KINDS)
