@@ -25,18 +25,33 @@ from triforce_tree.models.experts import few_row
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED
 from triforce_tree.models.hf_model import HFModel
 
+# model class -> settings, and why it is refused
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "MiniMaxForCausalLM": (
+        {}, r"recurrent state in a way that is not known here \(MiniMaxLightningAttention\)"
+    ),
+    "DeepseekV4ForCausalLM": ({}, "512 tokens that an indexer chooses"),
+    "T5ForConditionalGeneration": ({"d_kv": 8}, "encoder-decoder"),
+    "MambaForCausalLM": ({}, "attention|recurrent|state"),
+    "Mamba2ForCausalLM": (
+        {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1}, "has recurrent layers alone"
+    ),
+    "Zamba2ForCausalLM": (
+        {
+            "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4,
+            "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4,
+        },
+        "an attention module serves several layers",
+    ),
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    "family, reason",
-    [
-        ("MiniMax", r"recurrent state in a way that is not known here \(MiniMaxLightningAttention\)"),
-        ("DeepseekV4", "512 tokens that an indexer chooses"),
-    ],
-)
-def test_unsupported_architectures_are_refused_with_the_reason(family: str, reason: str) -> None:
-    model = small(f"{family}Config", f"{family}ForCausalLM")
-    with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
-        HFModel(model)
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_architectures_are_refused_with_the_reason(name: str) -> None:
+    settings, reason = UNSUPPORTED[name]
+    model = small(f"{name.split('For')[0]}Config", name, **settings)
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({reason})"):
+        triforce_tree.load(model)
 
 
 @pytest.mark.parametrize("family", ["llama4", "gemma4"])

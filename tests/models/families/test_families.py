@@ -23,7 +23,6 @@ from tests.support.models.families import (
     tiny,
     without_tree,
 )
-from triforce_tree import UnsupportedModelError
 from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.models.hf_model import HFModel
@@ -119,35 +118,6 @@ def test_the_models_attention_setting_is_unchanged(attention: str) -> None:
     assert target.config._attn_implementation == draft.config._attn_implementation == attention
     assert target.training
     assert not draft.training
-
-
-REASONS = {
-    "T5ForConditionalGeneration": "encoder-decoder",
-    "MambaForCausalLM": "attention|recurrent|state",
-}
-SETTINGS = {
-    "T5ForConditionalGeneration": {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-    },
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_unsupported_families_are_refused_with_the_reason(name: str) -> None:
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = name.split("For")[0] + "Config"
-    model = build(config, name, **{**settings, **SETTINGS.get(name, {})})
-    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({REASONS[name]})"):
-        triforce_tree.load(model)
 
 
 def gpt2() -> PreTrainedModel:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import triforce_tree
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
-from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.program_cases import GREEDY, SAMPLED, decoded, finished
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, ForeknownPath, recurrent
 from triforce_tree import UnsupportedModelError
@@ -204,30 +204,6 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
     target = model("granite-4")
     with pytest.raises(ValueError, match=r"levels=3 is not possible with GraniteMoeHybrid.*use levels=2"):
         triforce_tree.load(target, levels=3)
-
-
-@pytest.mark.parametrize(
-    "family, settings, reason",
-    [
-        ("Mamba2", {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1}, "has recurrent layers alone"),
-        (
-            "Zamba2",
-            {
-                "num_hidden_layers": 4,
-                "layers_block_type": ["mamba", "hybrid"] * 2,
-                "n_mamba_heads": 4,
-                "mamba_ngroups": 1,
-                "num_mem_blocks": 1,
-                "num_key_value_heads": 4,
-            },
-            "an attention module serves several layers",
-        ),
-    ],
-)
-def test_families_that_are_refused(family: str, settings: dict[str, Any], reason: str) -> None:
-    refused = small(f"{family}Config", f"{family}ForCausalLM", **settings)
-    with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
-        HFModel(refused)
 
 
 def test_a_mixer_whose_forward_was_replaced_is_refused() -> None:
