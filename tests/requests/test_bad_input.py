@@ -339,24 +339,16 @@ LOOKUP_TREE = says("tree='chain:3'", "suffix matching proposes chains", "draft m
 OWN_TREE = says("tree='chain:3'", "drafter 'fixed' has a tree of its own", "change drafter.tree")
 
 
-@pytest.mark.parametrize("drafter", [None, "lookup"])
-def test_tree_is_refused_where_suffix_matching_proposes(drafter: str | None) -> None:
-    with pytest.raises(ValueError, match=LOOKUP_TREE):
-        triforce_tree.load(TARGET, drafter=drafter, tree="chain:3")
-    with pytest.raises(ValueError, match=LOOKUP_TREE):
-        triforce_tree.custom_generate(drafter=drafter, tree="chain:3")
-    with pytest.raises(ValueError, match=LOOKUP_TREE):
-        triforce_tree.load(TARGET, drafter=drafter).with_options(tree="chain:3")
-
-
-def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
-    own = FixedSiblings("static:0;1", VOCABULARY)
-    with pytest.raises(ValueError, match=OWN_TREE):
-        triforce_tree.load(TARGET, drafter=own, tree="chain:3")
-    with pytest.raises(ValueError, match=OWN_TREE):
-        triforce_tree.custom_generate(drafter=own, tree="chain:3")
-    with pytest.raises(ValueError, match=OWN_TREE):
-        triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
+@pytest.mark.parametrize("drafter", [None, "lookup", FixedSiblings("static:0;1", VOCABULARY)])
+def test_tree_is_refused_where_a_drafter_has_its_own(drafter: Any) -> None:
+    message = OWN_TREE if isinstance(drafter, FixedSiblings) else LOOKUP_TREE
+    for call in (
+        lambda: triforce_tree.load(TARGET, drafter=drafter, tree="chain:3"),
+        lambda: triforce_tree.custom_generate(drafter=drafter, tree="chain:3"),
+        lambda: triforce_tree.load(TARGET, drafter=drafter).with_options(levels=2, tree="chain:3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_matched_tokens_take_the_place_of_the_trees_of_the_users_own_drafter() -> None:
