@@ -125,27 +125,17 @@ def test_generate_keeps_whole_chunks(kind: str) -> None:
     assert first.reused_tokens == 0
 
 
-def test_a_batch_keeps_a_prefix_of_each_sequence() -> None:
-    warm = engine("three levels").with_options()
+@pytest.mark.parametrize("kind", ["three levels", "offloaded"])
+def test_a_batch_keeps_a_prefix_of_each_sequence(kind: str) -> None:
+    warm = engine(kind).with_options()
     prompts = [prompt_of(length) for length in (90, 61, 120)]
     how: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False}
     assert warm.generate(prompts, **how).reused_tokens == [0, 0, 0]
-    changed = [prompts[0], [*prompts[1][:33], 7, 8], [*prompts[2], 5]]
-    out, other = warm.generate(changed, **how), cold("three levels").generate(changed, **how)
+    changed = [prompts[0], [*prompts[1][:33], *prompt_of(60)], [*prompts[2], 5]]
+    out, other = warm.generate(changed, **how), cold(kind).generate(changed, **how)
     assert out.sequences.tolist() == other.sequences.tolist()
     assert out.reused_tokens == [80, 32, 112]
     assert warm.generate(changed[0], **how).reused_tokens == 0, "another number of sequences"
-
-
-def test_an_offloaded_batch() -> None:
-    warm = engine("offloaded").with_options()
-    prompts = [prompt_of(length) for length in (150, 131)]
-    how: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False}
-    warm.generate(prompts, **how)
-    changed = [[*prompts[0], 3], [*prompts[1][:40], *prompt_of(60)]]
-    out, other = warm.generate(changed, **how), cold("offloaded").generate(changed, **how)
-    assert out.sequences.tolist() == other.sequences.tolist()
-    assert out.reused_tokens == [144, 32]
 
 
 def test_a_last_layer_on_the_device_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,9 +101,6 @@ def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file' is a file, and a session is a folder; give another"):
         session.save(tmp_path / "file")
-    with pytest.raises(FileExistsError, match="holds files of something else; give a new or an empty folder"):
-        session.save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     session.save(tmp_path / "s")
     with torch.no_grad():
         target = tiny("llama-gqa")
