@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import triforce_tree
-from scripts.inflate.pair import SHAPES, Shape, inflate, inflate_pair
+from scripts.inflate.pair import SHAPES, Shape, inflate
 from tests.support.models.families import INFLATED_TOLERANCE as TOLERANCE
 from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
 from triforce_tree.config import load_arguments
@@ -166,18 +166,6 @@ def test_the_error_in_bf16_is_close_to_the_targets_own(target: PreTrainedModel) 
     reference = logits(target, ids)
     ours, own = ((logits(m, ids) - reference).square().mean().sqrt() for m in (big, exact))
     assert ours < 1.5 * own
-
-
-def test_inflated_pair() -> None:
-    """Inflated by a little only: a full-size pair would take minutes."""
-    target, draft, tokenizer = inflate_pair(
-        "512x6x4/4x128x1152", "cpu", torch.float32, draft_shape="256x3x4/4x64x512"
-    )
-    engine = triforce_tree.load(target, draft, tokenizer=tokenizer)
-    out = engine.generate("The for statement is used to", max_new_tokens=6, do_sample=False)
-    small = triforce_tree.load(device="cpu", dtype=torch.float32)
-    expected = small.generate("The for statement is used to", max_new_tokens=6, do_sample=False)
-    assert out.text == expected.text
 
 
 def test_acceptance_is_the_same_under_grouped_queries() -> None:
