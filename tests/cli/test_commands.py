@@ -15,7 +15,7 @@ from tests.support.distributions.wrong_acceptance import accept_all_proposals
 from tests.support.models.tiny_pair import TinyPair
 from tests.support.processes.command_line import last_object, run
 from triforce_tree import __version__
-from triforce_tree.cli import console, entry
+from triforce_tree.cli import console
 from triforce_tree.config import HierarchyConfig
 
 
@@ -87,20 +87,6 @@ def test_an_error_ends_the_process_as_usual() -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "ValueError: tree='oak'" in done.stderr
-
-
-def test_ctrl_c_while_libraries_load(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entry, "import_module", lambda name: signal.raise_signal(signal.SIGINT))
-    # Shells let their background jobs ignore the signal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert run(capsys, "demo") == (130, "", "triforce-tree: interrupted\n")
-        code, out, _ = run(capsys, "demo", "--json")
-        assert (code, json.loads(out)) == (130, {"interrupted": True})
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_public_names_are_listed_before_they_are_loaded() -> None:

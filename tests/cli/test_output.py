@@ -131,11 +131,14 @@ def test_top_k_and_top_p_without_effect_are_reported(
     assert "change nothing" not in capsys.readouterr().err
 
 
-def test_memory_without_a_unit(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
-    assert main(["generate", prompt, *pair.options, "--gpu-memory", "24"]) == 2
+@pytest.mark.parametrize("name", ["gpu", "host"])
+def test_memory_without_a_unit(
+    name: str, capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    assert main(["generate", prompt, *pair.options, f"--{name}-memory", "24"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "triforce-tree: gpu_memory='24' is less than 1 MiB; write 24GiB\n"
+    assert err == f"triforce-tree: {name}_memory='24' is less than 1 MiB; write 24GiB\n"
 
 
 def test_a_very_long_prompt_is_refused_by_its_beginning(
