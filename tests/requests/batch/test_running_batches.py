@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.models.api_cases import (
     small_engine,
 )
 from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.joining import Coming
 from tests.support.models.own_drafters import OwnDrafter
 from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import RECURRENT, recurrent
@@ -28,7 +30,6 @@ from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.kv import backend
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.planning.memory_layout import Workload, on_device
@@ -229,21 +230,26 @@ def test_a_batch_is_a_whole_number_from_one_on(value: object) -> None:
         small_engine().generate(PROMPT, max_batch=value)
 
 
-def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = small_engine()
-    chunk, calls = DecodingProgram.prefill_chunk, 0
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, engine: Engine, at: int) -> list[int]:
+    """Lets memory run out in a chunk of a prefill, by its number; returns the numbers of all chunks."""
+    chunk, calls = DecodingProgram.prefill_chunk, list[int]()
 
     def failing(self: DecodingProgram, *args: Any) -> tuple[int, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+        calls.append(len(calls) + 1)
+        if calls[-1] == at:
             raise torch.OutOfMemoryError("no more")
         return chunk(self, *args)
 
     monkeypatch.setattr(DecodingProgram, "prefill_chunk", failing)
     monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
+    return calls
+
+
+def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small_engine()
+    calls = short_of_memory(monkeypatch, engine, 2)
     assert continued(engine, 2) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
-    assert calls > 4
+    assert len(calls) > 4
 
 
 def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,16 +258,7 @@ def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.Monkey
     prompts = [prompt_of(61), prompt_of(43)[::-1]]
     given = {"max_batch": 1, "max_new_tokens": 4, "do_sample": False}
     engine.generate(prompts[:1], **given)
-    chunk, calls = DecodingProgram.prefill_chunk, [0]
-
-    def failing(self: DecodingProgram, *args: Any) -> tuple[int, int]:
-        calls[0] += 1
-        if calls[0] == 1:
-            raise torch.OutOfMemoryError("no more")
-        return chunk(self, *args)
-
-    monkeypatch.setattr(DecodingProgram, "prefill_chunk", failing)
-    monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
+    calls = short_of_memory(monkeypatch, engine, 1)
     assert engine.generate(prompts, **given).reused_tokens == [48, 0]
     assert calls == [1]
 
@@ -289,33 +286,20 @@ def new_tokens_of(out: GenerateOutput, width: int) -> list[list[int]]:
     return [row[width:] for row in out.sequences.tolist()]
 
 
-class Waiting:
-    """Prompts that join, and the outputs of all sequences by number."""
+class Wary(Coming):
+    """Prompts that join where a much longer one would not fit."""
 
-    tokens = None
-
-    def __init__(self, prompts: list[list[int]], rows: int = 0) -> None:
-        self.prompts, self.rows, self.outputs = prompts, rows, {}
-        self.streamers = [Collect() for _ in prompts]
-        self.refused = 0
-
-    def wanted(self, fits: Fits) -> int:
-        return self.rows if self.prompts else 0
+    asked = 0
 
     def next(self, fits: Fits) -> Joined | None:
-        self.refused += not fits([1] * 5000, 1)
-        if not self.prompts:
-            return None
-        assert fits(self.prompts[0], NEW)
-        return Joined(self.prompts.pop(0), NEW, self.streamers[-len(self.prompts) - 1])
-
-    def ended(self, number: int, output: GenerateOutput) -> None:
-        self.outputs[number] = output
+        assert not fits([1] * 5000, 1)
+        self.asked += 1
+        return super().next(fits)
 
 
 @pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("target", ["llama-gqa", "mistral-window", "qwen3-next"])
-def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target: str, rows: int) -> None:
+def test_prompts_join_a_batch_that_runs(target: str, rows: int, fed: list[int]) -> None:
     """Into rows that sequences have left, or that are added; the running ones keep what is cached."""
     if target == "llama-gqa":
         model, levels = TARGET, 3
@@ -327,22 +311,15 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
         engine = triforce_tree.load(
             model, tokenizer=characters(), levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
         )
-    waiting = Waiting([list(prompt) for prompt in PROMPTS[2:]], rows)
+    streamers = [Collect() for _ in PROMPTS[2:]]
+    waiting = Wary([Joined(*each) for each in zip(PROMPTS[2:], repeat(NEW), streamers, strict=False)], rows)
     options = {"max_new_tokens": NEW, "do_sample": False, "logprobs": True}
-    fed, prefill = [], backend.prefill
-
-    def counted(model: Any, cache: Any, tokens: list[int], *how: Any) -> None:
-        fed.append(len(tokens) - how[2])
-        prefill(model, cache, tokens, *how)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(backend, "prefill", counted)
-        out = engine.generate(PROMPTS[:2], joining=waiting, **options)
+    out = engine.generate(PROMPTS[:2], joining=waiting, **options)
     assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS), "nothing is prefilled twice"
     texts = [reference(model, prompt, NEW) for prompt in PROMPTS]
     assert new_tokens_of(out, 61) == texts[:2]
     assert sorted(waiting.outputs) == list(range(len(PROMPTS)))
-    assert waiting.refused
+    assert waiting.asked
     assert engine.last_program.batch == (rows or 2)
     for number, prompt in enumerate(PROMPTS):
         own, alone = waiting.outputs[number], engine.generate(prompt, **options)
@@ -355,6 +332,6 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
             assert own.levels[-1].accepted == alone.levels[-1].accepted
         assert own.levels[-1].emitted == NEW
         assert own.reused_tokens == 0
-    for streamer, prompt, text in zip(waiting.streamers, PROMPTS[2:], texts[2:], strict=True):
+    for streamer, prompt, text in zip(streamers, PROMPTS[2:], texts[2:], strict=True):
         assert [t for part in streamer.parts for t in part] == [*prompt, *text]
         assert streamer.ended == 1
