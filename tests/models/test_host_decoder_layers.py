@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     Glm4MoeConfig,
     LlamaConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from tests.support.models.look_alikes import made
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
@@ -27,26 +26,6 @@ from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
 pytestmark = pytest.mark.skipif(
     fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
 )
-SETTINGS = {
-    "vocab_size": 90,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-
-
-def made(config: type, **more: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**SETTINGS, **more)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def fused_layers(step: StepModel) -> int:
@@ -101,7 +80,7 @@ def test_weights_of_8_bits(tied: bool) -> None:
     assert fused_layers(step) == 2
     rounded = copy.deepcopy(model)
     rounded.config.tie_word_embeddings = False
-    rounded.lm_head = nn.Linear(48, 90, bias=False)
+    rounded.lm_head = nn.Linear(64, 90, bias=False)
     for name, module in step.model.named_modules():
         if isinstance(module, Int8Linear):
             rounded.get_submodule(name).weight = nn.Parameter(module.weight)

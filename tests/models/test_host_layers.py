@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     LlamaConfig,
@@ -13,7 +12,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.support.models.look_alikes import DoubledNorm
+from tests.support.models.look_alikes import DoubledNorm, made
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host.layers import use_fused_layers
@@ -21,16 +20,6 @@ from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.model_copy import shallow_copy
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 
 
 def fused(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
@@ -60,11 +49,7 @@ def fused(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
     ],
 )
 def test_logits_equal_transformers(config: type, expected: set[str], tokens: int) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**SIZES, pad_token_id=0)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = made(config)
     clone, changed = fused(model)
     assert changed == expected
     ids = torch.randint(90, (2, tokens))
@@ -74,9 +59,9 @@ def test_logits_equal_transformers(config: type, expected: set[str], tokens: int
 
 
 def test_what_computes_otherwise_is_left_alone() -> None:
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    model = made(LlamaConfig)
     layer = model.model.layers[0]
-    layer.input_layernorm = DoubledNorm(48)
+    layer.input_layernorm = DoubledNorm(64)
     layer.mlp.act_fn = nn.GELU()
     layer.post_attention_layernorm.variance_epsilon = 1e-3
     clone, changed = fused(model)
@@ -87,7 +72,7 @@ def test_what_computes_otherwise_is_left_alone() -> None:
 
 
 def test_weights_that_are_not_dense() -> None:
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    model = made(LlamaConfig)
     for linear in model.modules():
         if isinstance(linear, nn.Linear):
             linear.weight = nn.Parameter(linear.weight.detach().mT.contiguous().mT)
@@ -99,7 +84,7 @@ def test_weights_that_are_not_dense() -> None:
 
 
 def test_hooks_on_projections_are_kept() -> None:
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    model = made(LlamaConfig)
     seen: list[Tensor] = []
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: seen.append(args[2]))
     clone, changed = fused(model)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -23,23 +22,12 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.support.kernels import triton_ops
-from tests.support.models.look_alikes import DoubledNorm
+from tests.support.models.look_alikes import DoubledNorm, made
 from triforce_tree.kernels.norm import reference as norms
 from triforce_tree.kernels.pointwise import reference as pointwise
 from triforce_tree.models.kernel_layers.modules import KernelLayers
 from triforce_tree.models.model_copy import shallow_copy
 
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 BOTH_SIDES = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 HEADS = {"self_attn.q_norm", "self_attn.k_norm"}
@@ -68,15 +56,6 @@ def replaced(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
     KernelLayers(model).attach(clone)
     changed = {name for name, module in clone.named_modules() if "forward" in vars(module)}
     return clone, {name.split("layers.0")[1].removeprefix(".") for name in changed if "layers.0" in name}
-
-
-def made(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(config(**SIZES)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.to(dtype)
-    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -4,24 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
+from tests.support.models.look_alikes import made
 from triforce_tree.kv.prefill import PromptCache, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.kernel_layers.modules import KernelLayers
 
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 64,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 TOKENS = 53
 
 
@@ -44,7 +34,7 @@ def filled(model: HFModel, bits: int, kernels: bool) -> tuple[list[torch.Tensor]
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, Phi3Config, Gemma3TextConfig])
 def test_keys_values_and_logits(config: Any, bits: int) -> None:
     more = {"sliding_window": 24} if config is Gemma3TextConfig else {}
-    model = HFModel(AutoModelForCausalLM.from_config(config(**SIZES, **more)).to(torch.bfloat16).eval())
+    model = HFModel(made(config, torch.bfloat16, num_hidden_layers=3, **more))
     (stored, logits), (own, expected) = (filled(model, bits, kernels) for kernels in (True, False))
     assert logits.isfinite().all()
     assert torch.equal(logits, expected)
