@@ -1,6 +1,5 @@
 """Context parallelism: the KV slots of one text split over ranks. CPU and gloo."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from tests.support.models.families import greedy, tiny
 from tests.support.processes import context_ranks
 from tests.support.processes.context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE, WINDOWS
-from tests.support.processes.processes import ROOT, Ended, ranks_of
+from tests.support.processes.processes import results_of
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention import prefill, reference
@@ -19,17 +18,6 @@ from triforce_tree.kv.parallel.store import SequenceSplit
 from triforce_tree.runtime.distributed import Group
 
 CPU = torch.device("cpu")
-SCRIPT = ROOT / "tests" / "support" / "processes" / "context_ranks.py"
-
-
-def start(job: str, folder: Path, size: int) -> list[Ended]:
-    return ranks_of([str(SCRIPT), job, str(folder)], size)
-
-
-def results_of(job: str, folder: Path, size: int) -> list[dict[str, Any]]:
-    ranks = start(job, folder, size)
-    assert [rank.code for rank in ranks] == [0] * size, ranks
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 @cache
@@ -57,7 +45,7 @@ def check(results: list[dict[str, Any]], names: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of("two", tmp_path_factory.mktemp("two"), 2)
+    return results_of("context_ranks.py", "two", tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.mark.slow
@@ -111,14 +99,14 @@ class TestRanks:
             assert no_divisor.startswith("context_parallel=3 needs a multiple of 3 processes, and this is 2")
 
     def test_three_ranks_share_fewer_kv_heads(self, tmp_path: Path) -> None:
-        check(results_of("three", tmp_path, 3), ("three levels", "one KV head", *WINDOWS))
+        check(results_of("context_ranks.py", "three", tmp_path, 3), ("three levels", "one KV head", *WINDOWS))
 
     def test_four_ranks_split_text_and_heads(self, tmp_path: Path) -> None:
-        check(results_of("four", tmp_path, 4), ("three levels", "two levels", *WINDOWS))
+        check(results_of("context_ranks.py", "four", tmp_path, 4), ("three levels", "two levels", *WINDOWS))
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_ranks_choose_a_split_that_is_possible(self, size: int, tmp_path: Path) -> None:
-        results = results_of("open_split", tmp_path, size)
+        results = results_of("context_ranks.py", "open_split", tmp_path, size)
         for name, (family, _) in OPEN.items():
             heads = {"two KV heads": 2, "one KV head": 1, "three KV heads": 3}[name]
             target = tiny(family, **(THREE if heads == 3 else {}))

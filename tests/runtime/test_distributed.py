@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tests.support.models import tiny_pair
 from tests.support.models.families import greedy, tiny, with_rounded_kv
 from tests.support.processes import parallel_ranks
-from tests.support.processes.processes import PATIENCE, ROOT, Ended, environment, ranks_of
+from tests.support.processes.processes import PATIENCE, environment, results_of
 from triforce_tree.cli.entry import main
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
@@ -31,20 +31,10 @@ from triforce_tree.runtime.distributed import Group
 CPU = torch.device("cpu")
 
 
-def start(job: str, folder: Path) -> list[Ended]:
-    return ranks_of([str(ROOT / "tests" / "support" / "processes" / "parallel_ranks.py"), job, str(folder)])
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the results of all checks by rank."""
-    return results_of("checks", tmp_path_factory.mktemp("ranks"))
-
-
-def results_of(job: str, folder: Path) -> list[dict[str, Any]]:
-    ranks = start(job, folder)
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return results_of("parallel_ranks.py", "checks", tmp_path_factory.mktemp("ranks"))
 
 
 @cache
@@ -104,7 +94,7 @@ class TestTwoRanks:
 
     def test_the_embedded_pairs_tokens_equal_those_of_one_process(self, tmp_path: Path) -> None:
         alone = parallel_ranks.pair()
-        assert results_of("pair", tmp_path) == [alone] * 2
+        assert results_of("parallel_ranks.py", "pair", tmp_path) == [alone] * 2
         assert alone["on the device"] == alone["offloaded"]
 
     def test_a_compiled_layer_has_one_all_reduce_operator(self, results: list[dict[str, Any]]) -> None:

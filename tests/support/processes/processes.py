@@ -79,3 +79,10 @@ def ranks_of(command: Sequence[str], size: int = 2) -> list[Ended]:
             Ended(code, (output / f"{rank}.out").read_text(), (output / f"{rank}.err").read_text())
             for rank, code in enumerate(json.loads((output / "codes.json").read_text()))
         ]
+
+
+def results_of(script: str, job: str, folder: Path, size: int = 2) -> list[dict[str, Any]]:
+    """Returns what each rank of a script beside this one writes about a job."""
+    ranks = ranks_of([str(FORKED.with_name(script)), job, str(folder)], size)
+    assert [rank.code for rank in ranks] == [0] * size, ranks
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
