@@ -19,17 +19,7 @@ def test_bench_text_continues_an_interrupted_run(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:
     out_file = tmp_path / "r.jsonl"
-    argv = [
-        "bench",
-        "text",
-        *pair.options,
-        "--context",
-        "90",
-        "--new-tokens",
-        "8",
-        "--prompts",
-        "2",
-    ]
+    argv = ["bench", "text", *pair.options, "--context", "90", "--new-tokens", "8", "--prompts", "2"]
     argv += ["--out", str(out_file), "--json"]
     code, out, _ = run(capsys, *argv)
     first = last_object(out)

@@ -96,10 +96,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no message": (["--messages", "FILE", "[]"], "holds no list of messages; give one chat"),
     "an object": (["--messages", "FILE", '{"messages": []}'], "holds no list of messages"),
     "several chats": (["--messages", "FILE", json.dumps([TURNS, TURNS])], "give one chat"),
-    "no role": (
-        ["--messages", "FILE", '[{"content": "x"}]'],
-        "message 0 of a chat has 'content'",
-    ),
+    "no role": (["--messages", "FILE", '[{"content": "x"}]'], "message 0 of a chat has 'content'"),
     "top_p": (["--chat", "x", "--top-p", "1.5"], "top_p=1.5"),
 }
 

@@ -182,10 +182,7 @@ BAD = {
     "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
     "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no image format"),
     "no picture": (["bench", "needle", "--plot", "map"], "'map' names no image format"),
-    "unknown option": (
-        ["generate", "PROMPT", "--xyz", "9"],
-        "--xyz 9; see triforce-tree generate --help",
-    ),
+    "unknown option": (["generate", "PROMPT", "--xyz", "9"], "--xyz 9; see triforce-tree generate --help"),
     "long context": (["bench", "text", "--context", "99999999"], "99999999 tokens"),
     "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
     "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
@@ -216,10 +213,7 @@ def test_bad_input_ends_with_one_line_and_code_2(
 
 
 def test_a_full_disk_is_noticed_before_the_run(
-    capsys: pytest.CaptureFixture[str],
-    pair: TinyPair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -307,16 +301,7 @@ def test_check_fails_with_code_1(
     # A fault: every proposal is accepted.
     accept_all_proposals(monkeypatch)
     code, out, err = run(
-        capsys,
-        "check",
-        *pair.options,
-        "--lengths",
-        "60",
-        "--new-tokens",
-        "30",
-        "--draws",
-        "0",
-        "--json",
+        capsys, "check", *pair.options, "--lengths", "60", "--new-tokens", "30", "--draws", "0", "--json"
     )
     assert code == 1
     assert last_object(out)["passed"] is False

@@ -49,8 +49,7 @@ def test_samples_on_the_command_line(capsys: pytest.CaptureFixture[str], pair: T
 
 
 @pytest.mark.parametrize(
-    "name, words",
-    [("tree_of_thought", "answers: [("), ("mcts", "most visited"), ("best_of_n", "best of")],
+    "name, words", [("tree_of_thought", "answers: [("), ("mcts", "most visited"), ("best_of_n", "best of")]
 )
 def test_examples(
     name: str,

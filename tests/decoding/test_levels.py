@@ -84,9 +84,7 @@ def test_more_retrieved_chunks_are_more_like_the_whole_context() -> None:
     assert rates[0] + 0.1 < rates[1] < rates[2] - 0.1
 
 
-def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_retrieved_chunks_are_those_that_the_root_attends_to_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """One refresh selects them per sequence, layer and KV head, from the full cache's own keys."""
     choices: list[tuple[torch.Tensor, torch.Tensor, float]] = []
     select = step.select_chunks

@@ -131,10 +131,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),
     "drawn below fixed": drafting(2, 3, trees, partial(FixedThenDrawn, "static:0;1;0.0;0.1", 3)),
     **{
-        f"{name}, {tree}": (
-            Case(2, 3, 1, layers=2, drafter=partial(kind, stranger(3, 0, 2), tree)),
-            trees,
-        )
+        f"{name}, {tree}": (Case(2, 3, 1, layers=2, drafter=partial(kind, stranger(3, 0, 2), tree)), trees)
         for name, kind in (
             ("medusa", medusa),
             ("eagle", partial(eagle, draft_vocabulary=2)),

@@ -61,17 +61,7 @@ def problems() -> Iterator[Make]:
     for seed in range(30):
         nodes, vocab = (1, 8, 16, 64, 256)[seed % 5], (4096, 4096, 32000, 100, 4095)[seed // 6]
         kind: dict[str, float] = ({}, {"fixed": 0.5}, {"both": 0.7})[seed % 3]
-        yield partial(
-            traversal,
-            6,
-            nodes,
-            vocab,
-            GPU,
-            *LIKENESS[seed % 6],
-            seed % 8 == 7,
-            seed=seed,
-            **kind,
-        )
+        yield partial(traversal, 6, nodes, vocab, GPU, *LIKENESS[seed % 6], seed % 8 == 7, seed=seed, **kind)
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
         yield partial(traversal, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):

@@ -75,10 +75,7 @@ NUMBER, TEXT = {"type": "number"}, {"type": "string"}
             {"type": "object", "patternProperties": {"a": TEXT, "b": TEXT}},
             "'patternProperties' beside others",
         ),
-        (
-            {"type": "object", "properties": {'a"': TEXT}, "additionalProperties": True},
-            "which JSON escapes",
-        ),
+        ({"type": "object", "properties": {'a"': TEXT}, "additionalProperties": True}, "which JSON escapes"),
         ({"maxProperties": 2}, "has 'maxProperties' without 'type'"),
         ({"type": "object", "unevaluatedProperties": False}, "'unevaluatedProperties', which cannot"),
         ({"type": "array", "unevaluatedItems": False}, "has 'unevaluatedItems'"),

@@ -8,10 +8,7 @@ from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.linear.configs import counters_for
 from triforce_tree.kernels.norm import reference
 
-pytestmark = [
-    triton_ops.runs_kernels,
-    pytest.mark.usefixtures("poisoned_empty"),
-]
+pytestmark = [triton_ops.runs_kernels, pytest.mark.usefixtures("poisoned_empty")]
 HALF = torch.float16
 
 

@@ -57,9 +57,7 @@ def within_error_limit(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("config", [TMA, SPLIT, PLAIN], ids=["tma", "split", "plain"])
 @pytest.mark.parametrize(
-    "rows, outs, ins",
-    [(1, 64, 128), (7, 100, 520), (17, 64, 640), (3, 65, 333)],
-    ids=lambda size: str(size),
+    "rows, outs, ins", [(1, 64, 128), (7, 100, 520), (17, 64, 640), (3, 65, 333)], ids=lambda size: str(size)
 )
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_results(kernels, bits, rows, outs, ins, config):

@@ -65,10 +65,7 @@ FAULTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[pytest.MonkeyPa
     "sinks": (sinks_without_window, changed(sinks=dropped)),
     "longrope": (lambda: tiny("phi3-longrope"), chosen_by_each_forward),
     "longrope's scale": (lambda: tiny("phimoe"), chosen_by_each_forward),
-    "chunks": (
-        lambda: tiny("llama4", attention_chunk_size=WINDOW),
-        changed(window=dropped),
-    ),
+    "chunks": (lambda: tiny("llama4", attention_chunk_size=WINDOW), changed(window=dropped)),
     "chunks as a window": (
         lambda: tiny("llama4", attention_chunk_size=WINDOW),
         changed(chunked=lambda chunked: False),

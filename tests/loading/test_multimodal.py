@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BatchEncoding,
-    ModernBertDecoderConfig,
-    ModernBertDecoderForCausalLM,
-    PreTrainedModel,
-)
+from transformers import BatchEncoding, ModernBertDecoderConfig, ModernBertDecoderForCausalLM, PreTrainedModel
 
 import triforce_tree
 from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree

@@ -11,15 +11,7 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
-from tests.support.models.api_cases import (
-    CHUNKED,
-    EXPECTED,
-    PROMPT,
-    SMALL,
-    SMALL_LOOKUP,
-    characters,
-    new,
-)
+from tests.support.models.api_cases import CHUNKED, EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, characters, new
 from tests.support.models.families import greedy, perturbed, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
@@ -450,10 +442,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: change(at, base_model_name_or_path="/nowhere"),
         "model '/nowhere' of .* is not found",
     ),
-    "no base": (
-        lambda at: change(at, base_model_name_or_path=None),
-        "does not name its base model; set",
-    ),
+    "no base": (lambda at: change(at, base_model_name_or_path=None), "does not name its base model; set"),
     "adapter as base": (lambda at: change(at, base_model_name_or_path=str(at)), "is an adapter itself"),
     "revision": (lambda at: change(at, base_model_name_or_path="a/b", revision="x"), "names revision 'x'"),
     "pickle": (_pickled, "adapter_model.bin, a pickle, which may run code"),

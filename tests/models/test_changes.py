@@ -321,10 +321,7 @@ def test_other_models_of_the_process_are_no_change() -> None:
     text(engine, SECOND)
     program = engine.last_program
     other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
-    text(
-        triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
-        SECOND,
-    )
+    text(triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})), SECOND)
     text(engine, SECOND)
     assert engine.last_program is program
 

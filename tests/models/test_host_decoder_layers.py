@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    Glm4MoeConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CohereConfig, Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from tests.support.models.look_alikes import made

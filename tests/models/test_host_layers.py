@@ -3,14 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    Gemma2Config,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CohereConfig, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from tests.support.models.look_alikes import DoubledNorm, made
 from triforce_tree.kernels.cpu.fp32 import layers as fp32

@@ -55,9 +55,6 @@ def test_modules_and_parameters_are_those_of_torch() -> None:
     model.model.layers[1].mlp = model.model.layers[0].mlp
     model.model.extra = nn.ModuleList([nn.Linear(2, 2, bias=False)])
     model.lm_head.weight = model.model.embed_tokens.weight
-    for ours, theirs in (
-        (modules_of(model), model.modules()),
-        (parameters_of(model), model.parameters()),
-    ):
+    for ours, theirs in ((modules_of(model), model.modules()), (parameters_of(model), model.parameters())):
         assert [*map(id, ours)] == [*map(id, theirs)]
     assert parameter_bytes(model) == sum(p.nbytes for p in model.parameters())

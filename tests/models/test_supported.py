@@ -8,15 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import triforce_tree
-from tests.support.models.families import (
-    SMALL_SETTINGS,
-    build,
-    greedy,
-    perturbed,
-    prompt_of,
-    small,
-    tiny,
-)
+from tests.support.models.families import SMALL_SETTINGS, build, greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.program_cases import decoded, program_of
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import load_arguments

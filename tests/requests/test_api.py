@@ -32,13 +32,7 @@ def engine() -> Engine:
 
 
 def test_all_forms_of_a_prompt(engine: Engine) -> None:
-    for inputs in (
-        PROMPT,
-        torch.tensor(PROMPT),
-        torch.tensor([PROMPT]),
-        tuple(PROMPT),
-        text_of(PROMPT),
-    ):
+    for inputs in (PROMPT, torch.tensor(PROMPT), torch.tensor([PROMPT]), tuple(PROMPT), text_of(PROMPT)):
         assert new(engine.generate(inputs, max_new_tokens=9, do_sample=False)) == EXPECTED[:9]
 
 
@@ -66,10 +60,7 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
     assert len(streamer.parts) > 3, "one part for each accepted block"
     assert streamer.ended == 1
     engine.generate(
-        PROMPT,
-        max_new_tokens=5,
-        do_sample=False,
-        streamer=TextStreamer(characters(), skip_prompt=True),
+        PROMPT, max_new_tokens=5, do_sample=False, streamer=TextStreamer(characters(), skip_prompt=True)
     )
     assert capsys.readouterr().out.strip() == text_of(EXPECTED[:5]).strip()
 

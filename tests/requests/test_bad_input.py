@@ -91,8 +91,7 @@ def test_text_without_a_tokenizer(engine) -> None:
 def test_prompt_longer_than_the_positions(engine) -> None:
     limit = TARGET.config.max_position_embeddings
     with pytest.raises(
-        ValueError,
-        match=says(limit - 5, "+ 6", limit + 1, f"{limit} positions", "max_new_tokens<=5"),
+        ValueError, match=says(limit - 5, "+ 6", limit + 1, f"{limit} positions", "max_new_tokens<=5")
     ):
         engine.generate(prompt_of(limit - 5), max_new_tokens=6)
 

@@ -12,15 +12,7 @@ from triforce_tree import Engine
 from triforce_tree.check import losslessness as check
 from triforce_tree.config import load_arguments
 
-SMALL = {
-    "gamma": 4,
-    "tree": "best-first:3,2",
-    "budget": 24,
-    "chunk": 4,
-    "recent": 8,
-    "sinks": 2,
-    "window": 6,
-}
+SMALL = {"gamma": 4, "tree": "best-first:3,2", "budget": 24, "chunk": 4, "recent": 8, "sinks": 2, "window": 6}
 NEW_TOKENS = 80
 
 

@@ -142,8 +142,5 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
     for at in range(count):
         context = [*PROMPT, *chain[:at]]
         following = target_distribution(target, ProbsFromLogits(), context, 1)
-        ranked = sorted(
-            ((probability, token) for (token,), probability in following.items()),
-            reverse=True,
-        )
+        ranked = sorted(((probability, token) for (token,), probability in following.items()), reverse=True)
         assert [chain[at], int(state.runner_ups[0, at])] == [token for _, token in ranked[:2]]

@@ -79,10 +79,7 @@ class TestRanks:
         # states of 32; then half of the logits.
         calls, sizes = two[0]["traffic"]
         assert calls == {"all_gather": 2 + 1, "all_reduce": 2}
-        assert sizes == {
-            "all_gather": 2 * 3 * 4 * (8 * 4 + 4) + 3 * 32 * 4,
-            "all_reduce": 2 * 3 * 32 * 4,
-        }
+        assert sizes == {"all_gather": 2 * 3 * 4 * (8 * 4 + 4) + 3 * 32 * 4, "all_reduce": 2 * 3 * 32 * 4}
 
     def test_ranks_share_neurons_and_not_heads(self, two: list[dict[str, Any]]) -> None:
         inner = tiny("llama-gqa").config.intermediate_size

@@ -221,10 +221,7 @@ def test_other_batches_and_sessions_find_them() -> None:
     warm = engine()
     before = warm.with_options(advanced=NO_CACHE)
     ask(warm, BOOK, 0)
-    for prompts, kept in (
-        ([OTHER, BOOK[:61]], [0, 60]),
-        ([[*BOOK, 1], [*OTHER, 2]], [150, 140]),
-    ):
+    for prompts, kept in (([OTHER, BOOK[:61]], [0, 60]), ([[*BOOK, 1], [*OTHER, 2]], [150, 140])):
         out = warm.generate(prompts, **HOW)
         assert out.reused_tokens == kept
         assert out.sequences.tolist() == before.generate(prompts, **HOW).sequences.tolist()

@@ -12,13 +12,7 @@ from tests.support.expected_acceptances import every_tree, expectation, expected
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees import sequoia
 from triforce_tree.trees.sequoia import Ranks, best_paths
-from triforce_tree.trees.shapes import (
-    BestFirst,
-    Static,
-    load_shape,
-    parse_shape,
-    save_shape,
-)
+from triforce_tree.trees.shapes import BestFirst, Static, load_shape, parse_shape, save_shape
 
 MOST = 6
 

@@ -18,13 +18,7 @@ from triforce_tree.trees.shapes import (
     sequoia,
 )
 
-ACCEPTANCE = [
-    [0.5, 0.13, 0.06, 0.04],
-    [0.9, 0.05],
-    [0.3, 0.3, 0.3],
-    [0.25],
-    [0.4, 0.35, 0.2, 0.05],
-]
+ACCEPTANCE = [[0.5, 0.13, 0.06, 0.04], [0.9, 0.05], [0.3, 0.3, 0.3], [0.25], [0.4, 0.35, 0.2, 0.05]]
 
 
 def test_sequoia_is_limited_by_depth_and_width() -> None:

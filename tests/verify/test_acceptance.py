@@ -114,10 +114,7 @@ TREES = {
     "no proposal": (Tree([0], [-1], [-1]), 2),
     "chain": (Tree([0, DRAWN, DRAWN], [-1, 0, 1], [0, 1, -1]), 3),
     "siblings": (Tree([0, DRAWN, DRAWN], [-1, 0, 0], [0, -1, -1]), 2),
-    "all siblings": (
-        Tree([0, *[DRAWN] * 6], [-1, 0, 0, 0, 1, 2, 3], [0, 1, 1, 1, -1, -1, -1]),
-        2,
-    ),
+    "all siblings": (Tree([0, *[DRAWN] * 6], [-1, 0, 0, 0, 1, 2, 3], [0, 1, 1, 1, -1, -1, -1]), 2),
     "chain with runner-ups": (Tree([0, *[DRAWN] * 4], [-1, 0, 1, 0, 1], [0, 1, -1, -1, -1]), 3),
     "deep siblings": (Tree([0, *[DRAWN] * 4], [-1, 0, 0, 2, 2], [0, -1, 1, -1, -1]), 3),
     "drawn and deterministic siblings": (
@@ -132,10 +129,7 @@ TREES = {
         Tree([0, DRAWN, DRAWN, 2, 0, 2], [-1, 0, 0, 0, 0, 0], [0, -1, -1, *[FIXED] * 3]),
         2,
     ),
-    "chain beside a tree": (
-        Tree([0, DRAWN, DRAWN, 2, 1], [-1, 0, 1, 0, 3], [0, 1, -1, FIXED, FIXED]),
-        3,
-    ),
+    "chain beside a tree": (Tree([0, DRAWN, DRAWN, 2, 1], [-1, 0, 1, 0, 3], [0, 1, -1, FIXED, FIXED]), 3),
     "chain that leaves a tree": (
         Tree([0, DRAWN, DRAWN, DRAWN, 1, 2], [-1, 0, 0, 1, 1, 2], [1, 0, -1, -1, FIXED, FIXED]),
         3,

@@ -31,10 +31,7 @@ PROCESSORS = {
         TopKLogitsWarper(4),
         TopPLogitsWarper(0.9),
     ],
-    "warper, then penalty": [
-        TopKLogitsWarper(4),
-        NoBadWordsLogitsProcessor([[2], [1, 7]], eos_token_id=0),
-    ],
+    "warper, then penalty": [TopKLogitsWarper(4), NoBadWordsLogitsProcessor([[2], [1, 7]], eos_token_id=0)],
 }
 
 

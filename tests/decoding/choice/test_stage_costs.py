@@ -247,11 +247,7 @@ def test_without_a_home_folder_costs_are_kept_in_memory(monkeypatch: pytest.Monk
 
 
 def test_short_requests_measure_nothing(
-    pair: TinyPair,
-    measurements: list[Any],
-    ids: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: TinyPair, measurements: list[Any], ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measuring would take a good part of their time. A seed has one text while nothing is known."""
     engine = pair.load(levels=3, budget=64, recent=32, gamma=4, tree="best-first:3,2", window=64)
@@ -266,11 +262,7 @@ def test_short_requests_measure_nothing(
 
 
 def test_engines_measure_once(
-    pair: TinyPair,
-    measurements: list[Any],
-    ids: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: TinyPair, measurements: list[Any], ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ALLOWED", 10.0)
 

@@ -20,10 +20,7 @@ from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
 from triforce_tree.kernels.cpu.fp32 import library
 from triforce_tree.trees.ancestors import ancestor_mask
 
-pytestmark = [
-    triton_ops.runs_kernels,
-    pytest.mark.usefixtures("poisoned_empty"),
-]
+pytestmark = [triton_ops.runs_kernels, pytest.mark.usefixtures("poisoned_empty")]
 Attention = Callable[[ExactAttention], Tensor]
 PAGE = 16
 

@@ -47,12 +47,7 @@ def test_a_tenth_or_4_gib_is_left_to_the_system(described, total: float, free: f
 
 
 def test_a_control_groups_limit_comes_first(described) -> None:
-    described(
-        (512, 500),
-        limit=str(40 * GIB),
-        usage=str(10 * GIB),
-        stat=f"anon 1\ninactive_file {2 * GIB}",
-    )
+    described((512, 500), limit=str(40 * GIB), usage=str(10 * GIB), stat=f"anon 1\ninactive_file {2 * GIB}")
     size, name = usable()
     assert size / GIB == pytest.approx(40 - 10 + 2 - 4)
     assert name.startswith("the control group's memory.max, less 4.0 GiB")

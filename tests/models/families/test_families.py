@@ -37,11 +37,7 @@ def expected(target: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) 
 
 
 def accepted_per_level(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    prompt: list[int],
-    new_tokens: int,
-    **options,
+    target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new_tokens: int, **options
 ) -> list[int]:
     """Checks greedy equality; returns the accepted tokens of every level."""
     settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)

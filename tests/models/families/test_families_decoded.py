@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from tests.support.models.families import CAPPED, perturbed, tiny
-from tests.support.models.program_cases import (
-    PROMPTS,
-    decoded,
-    model,
-    program_of,
-    reference,
-    references,
-)
+from tests.support.models.program_cases import PROMPTS, decoded, model, program_of, reference, references
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

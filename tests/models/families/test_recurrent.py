@@ -53,11 +53,7 @@ def mistakes(prompt: list[int], every: int) -> set[int]:
 
 
 def program(
-    target: PreTrainedModel,
-    levels: int,
-    drafter: Drafter | None = None,
-    batch: int = 1,
-    chunk: int = 16,
+    target: PreTrainedModel, levels: int, drafter: Drafter | None = None, batch: int = 1, chunk: int = 16
 ) -> DecodingProgram:
     options = {"rounds": 1, "prefill_chunk": chunk, "tree": drafter.tree if drafter else "chain:1"}
     config = HierarchyConfig.from_options(**options)

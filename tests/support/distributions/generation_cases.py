@@ -343,10 +343,7 @@ CASES: dict[str, Case] = {
                 "p-eagle",
                 partial(eagle, stranger(vocabulary, 0, 2), tree, ptd_token_id=1, num_hidden_layers=2),
             ),
-            (
-                "eagle 3.1",
-                partial(eagle, stranger(vocabulary, 0, 2), tree, fc_norm=True, norm_output=True),
-            ),
+            ("eagle 3.1", partial(eagle, stranger(vocabulary, 0, 2), tree, fc_norm=True, norm_output=True)),
             ("block", partial(block, stranger(vocabulary, 0, 2), tree, inputs=(0,))),
             ("mtp", partial(mtp, stranger(vocabulary, 0, 2), tree)),
             ("two mtp layers", partial(mtp, stranger(vocabulary, 0, 2), tree, 2)),

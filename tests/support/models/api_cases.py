@@ -18,15 +18,7 @@ from tests.support.models.families import greedy, perturbed, prompt_of, tiny, wi
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 
-SMALL = {
-    "gamma": 3,
-    "tree": "best-first:3,2",
-    "budget": 24,
-    "chunk": 4,
-    "recent": 8,
-    "sinks": 2,
-    "window": 6,
-}
+SMALL = {"gamma": 3, "tree": "best-first:3,2", "budget": 24, "chunk": 4, "recent": 8, "sinks": 2, "window": 6}
 SMALL_LOOKUP = without_tree(SMALL)
 PROMPT = prompt_of(41)
 TARGET = tiny("llama-gqa")

@@ -28,12 +28,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 10_000.0,
-}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -80,11 +75,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", "GraniteForCausalLM", {}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
-    "mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 # Short and long frequencies, for up to 64 tokens and beyond; a head of 8 has four, half rotated two.
@@ -148,11 +139,7 @@ _MINISTRAL_3 = {
 # Families with windows of 40 tokens, or with a length beyond which something else changes.
 FAMILIES_BEYOND: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral": ("MinistralConfig", "MinistralForCausalLM", _HEAD | _WINDOW),
-    "ministral3": (
-        "Ministral3Config",
-        "Ministral3ForCausalLM",
-        _HEAD | {"rope_parameters": _MINISTRAL_3},
-    ),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", _HEAD | {"rope_parameters": _MINISTRAL_3}),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", _WINDOW),
     "command-r7b": ("Cohere2Config", "Cohere2ForCausalLM", _HEAD | _WINDOW),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _HEAD | _WINDOW),
