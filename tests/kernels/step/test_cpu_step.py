@@ -127,11 +127,7 @@ def test_select_chunks(shape, group) -> None:
 @pytest.mark.usefixtures("compiled_only")
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan], ids=str)
 def test_selection_from_equal_or_non_finite_scores(value) -> None:
-    means = torch.zeros(1, 1, 90, 16)
-    means[0, 0, 40:, 0], means[0, 0, 70, 0] = value, -1.0
-    table = torch.full((1, 1, 60), -7, dtype=torch.int32)
-    args = (torch.ones(1, 1, 16), means, torch.tensor([80]), table, 60, 1.0)
-    step_cases.agree(step_cases.Problem("select_chunks", args, (3,)), step)
+    step_cases.agree(step_cases.even_scores(value, "cpu"), step)
 
 
 @pytest.mark.usefixtures("compiled_only")
@@ -153,6 +149,4 @@ def test_moves_in_pages(page) -> None:
 
 @pytest.mark.usefixtures("compiled_only")
 def test_moves_beyond_the_cache_do_nothing() -> None:
-    kv = torch.randn(2, 1, 1, 2, 10, 8)
-    index, start = torch.tensor([[0, 3, -1, 1, 2]]), torch.tensor([7])
-    step_cases.agree(step_cases.Problem("move_kv", (*kv, index, start), (0, 1)), step)
+    step_cases.agree(step_cases.beyond_the_cache("cpu"), step)

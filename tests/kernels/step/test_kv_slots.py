@@ -107,10 +107,7 @@ def test_a_ring_of_the_wrong_size_raises(ops) -> None:
 
 @runs_kernels
 def test_moves_beyond_the_cache_do_nothing(ops) -> None:
-    """Sources and targets beyond the last slot are skipped."""
-    kv = torch.randn(2, 1, 1, 2, 10, 8, device=DEVICE)
-    index, start = torch.tensor([[0, 3, -1, 1, 2]], device=DEVICE), torch.tensor([7], device=DEVICE)
-    step_cases.agree(step_cases.Problem("move_kv", (*kv, index, start), (0, 1)), ops)
+    step_cases.agree(step_cases.beyond_the_cache(DEVICE), ops)
 
 
 def test_kv_slots_by_hand() -> None:
@@ -226,13 +223,7 @@ def test_select_chunks_by_variances(group, ops) -> None:
 @runs_kernels
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan], ids=str)
 def test_selection_from_equal_or_non_finite_scores(value, ops) -> None:
-    """Scores that are equal, infinite or NaN: ties go to the lowest chunks."""
-    means = torch.zeros(1, 1, 90, 16, device=DEVICE)
-    means[0, 0, 40:, 0] = value
-    means[0, 0, 70, 0] = -1.0
-    q, limit = torch.ones(1, 1, 16, device=DEVICE), torch.tensor([80], device=DEVICE)
-    table = torch.full((1, 1, 60), -7, dtype=torch.int32, device=DEVICE)
-    step_cases.agree(step_cases.Problem("select_chunks", (q, means, limit, table, 60, 1.0), (3,)), ops)
+    step_cases.agree(step_cases.even_scores(value, DEVICE), ops)
 
 
 @pytest.mark.parametrize("group", [1, 4])

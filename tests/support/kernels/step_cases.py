@@ -248,3 +248,19 @@ def _valid_selection(problem: Problem, made: list[Tensor], exact: list[Tensor]) 
     highest_left = scores.scatter(2, chosen, -torch.inf).amax(-1)
     # Scores are sums of `dim` products of unit variance, times the scale.
     assert (lowest >= highest_left - 1e-4).all(), f"missed a chunk {(highest_left - lowest).max()} higher"
+
+
+def beyond_the_cache(device: str) -> Problem:
+    """Moves whose sources and targets lie beyond the last slot."""
+    kv = torch.randn(2, 1, 1, 2, 10, 8, device=device)
+    index, start = torch.tensor([[0, 3, -1, 1, 2]], device=device), torch.tensor([7], device=device)
+    return Problem("move_kv", (*kv, index, start), (0, 1))
+
+
+def even_scores(value: float, device: str) -> Problem:
+    """A selection from scores that are equal, infinite or NaN: ties go to the lowest chunks."""
+    means = torch.zeros(1, 1, 90, 16, device=device)
+    means[0, 0, 40:, 0], means[0, 0, 70, 0] = value, -1.0
+    table = torch.full((1, 1, 60), -7, dtype=torch.int32, device=device)
+    q, limit = torch.ones(1, 1, 16, device=device), torch.tensor([80], device=device)
+    return Problem("select_chunks", (q, means, limit, table, 60, 1.0), (3,))
