@@ -89,8 +89,6 @@ def test_messages_from_a_file(
 BAD: dict[str, tuple[list[str], str]] = {
     "a question and messages": (["--chat", "x", "--messages", "FILE"], "not allowed with argument --chat"),
     "a text and messages": (["PROMPT", "--messages", "FILE"], "the prompt was given twice"),
-    "system alone": (["--system", "x"], "--system belongs to --chat"),
-    "no question": (["--chat", " "], "--chat is empty"),
     "no such file": (["--messages", "/nowhere.json"], "/nowhere.json: No such file"),
     "no JSON": (["--messages", "PROMPT"], "no JSON in UTF-8 (Expecting value"),
     "no message": (["--messages", "FILE", "[]"], "holds no list of messages; give one chat"),

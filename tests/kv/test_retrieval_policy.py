@@ -6,22 +6,11 @@ import pytest
 import torch
 
 import triforce_tree
-from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny
 from triforce_tree.config import load_arguments
 from triforce_tree.kernels import step
 
-SMALL = {
-    "levels": 3,
-    "gamma": 4,
-    "rounds": 2,
-    "tree": "best-first:3,2,1",
-    "budget": 24,
-    "chunk": 4,
-    "recent": 8,
-    "sinks": 2,
-    "window": 6,
-    "prefill_chunk": 16,
-}
+SMALL = {**SMALL_SETTINGS, "levels": 3, "gamma": 4}
 
 
 @pytest.mark.parametrize("offload", [None, True])
