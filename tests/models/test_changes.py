@@ -86,7 +86,7 @@ def attribute(path: str, name: str, value: Any) -> Change:
     @contextmanager
     def changed(model: Any) -> Iterator[None]:
         of: Any = model
-        for part in path.split("."):
+        for part in path.split(".") if path else ():
             of = getattr(of, part)
         before = getattr(of, name)
         setattr(of, name, value)
@@ -108,6 +108,7 @@ CHANGES |= {
     "epsilon": attribute("model.layers.1.input_layernorm", "variance_epsilon", 0.5),
     "scaling": attribute("model.layers.1.self_attn", "scaling", 0.01),
     "module without weights": attribute("model.layers.1", "mlp", nn.Identity()),
+    "head": attribute("", "lm_head", nn.Linear(32, 64, bias=False)),
     "buffer": attribute("model.rotary_emb", "inv_freq", torch.full((4,), 0.2)),
     "method of a class": attribute(
         "model.layers.1.mlp.__class__", "forward", lambda m, x: m.down_proj(m.up_proj(x))
