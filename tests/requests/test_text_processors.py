@@ -89,7 +89,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "logits_processor": LogitsProcessorList([EvenAfterOdd()]),
     },
 }
-DRAFTS = ("alone", "draft", "lookup", "own")
 
 
 @cache
