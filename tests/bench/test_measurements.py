@@ -190,11 +190,13 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
     marked = "a\n<!-- table: bit_exact -->\nold figures\n<!-- end table -->\nb\n"
     assert "Not measured yet: `python -m scripts.benchmarks exact`" in make_tables.filled(marked)
-    row = {"shape": "some", "prompt": 700, "levels": 2, "prompts": 3, "tokens": 1234, "partings": 0}
+    row = {
+        "shape": "some", "prompt": 700, "levels": 2, "batch": 1, "prompts": 3, "tokens": 1234, "partings": 0
+    }  # fmt: skip
     write(tmp_path / "bit_exact_h200.jsonl", {**results.header(0), "rows": [row]})
     made = make_tables.filled(marked)
     assert "old figures" not in made
-    assert "| some | 700 | 2 | 3 | 1,234 | **0** |" in made
+    assert "| some | 700 | 2 | 1 | 3 | 1,234 | **0** |" in made
     assert "File: `docs/results/bit_exact_h200.jsonl` (" in made
     assert make_tables.filled(made) == made
 
