@@ -17,7 +17,7 @@ from triforce_tree.server.grammars import GrammarTexts
 from triforce_tree.server.tools.calls import Shape
 from triforce_tree.server.tools.formats import FORMATS, NO_CALLS, Parsing, format_name
 from triforce_tree.server.tools.message import Message
-from triforce_tree.server.tools.spans import Reasoning
+from triforce_tree.server.tools.spans import Reasoning, Spans
 
 THINK = Reasoning("<think>", "</think>")
 WEATHER = {
@@ -461,10 +461,10 @@ def test_texts_are_free_up_to_a_call(name: str, tokenizer: PreTrainedTokenizerBa
         thoughts = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
         free, opening = f"{thoughts}<|channel|>final<|message|>{FREE}", f"{thoughts}<|channel|>commentary to="
     else:
-        calls = form.calls  # type: ignore[attr-defined]
-        thoughts, opening = "<think>a</think>", calls.opening[-1]
+        assert isinstance(form, Spans)
+        thoughts, opening = "<think>a</think>", form.opening[-1]
         free = thoughts + FREE
-        opening = thoughts + opening if calls.at_start else free + opening
+        opening = thoughts + opening if form.at_start else free + opening
     assert generated(name, shape, free, tokenizer)
     texts = generated(name, shape, opening, tokenizer, 20)
     assert texts

@@ -135,6 +135,16 @@ def separated(tags: list[Shape], separator: str, several: bool) -> Shape:
     }  # fmt: skip
 
 
+def call_tags(tools: Tools, begin: str, end: str, **more: Any) -> list[Shape]:
+    """Returns the structure of a call of each tool, with its name in place of ``%s`` in ``begin``."""
+    return [tag(begin % name, json_shape(schema, **more), end) for name, schema in tools.items()]
+
+
+def calls_shape(tools: Tools, several: bool, begin: str, end: str, separator: str = "", **more: Any) -> Shape:
+    """Returns the structure of one call of the tools, or of one or several; see :func:`call_tags`."""
+    return separated(call_tags(tools, begin, end, **more), separator, several)
+
+
 def _no_number(text: str) -> NoReturn:
     raise MalformedCallError(f"{text} is no JSON")
 

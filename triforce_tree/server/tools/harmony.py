@@ -8,15 +8,15 @@ from triforce_tree.server.tools.calls import (
     Shape,
     Tools,
     arguments_of,
+    call_tags,
     constant,
-    json_shape,
     only,
     optional,
     sequence,
     tag,
 )
 from triforce_tree.server.tools.pieces import BLANKS, OBJECT, JsonArguments, partial
-from triforce_tree.server.tools.spans import Parser, Part, Reasoning, first
+from triforce_tree.server.tools.spans import Format, Parser, Part, Reasoning, first
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -30,11 +30,10 @@ _BEGINS = re.compile(BLANKS + OBJECT)
 _MOST_HEADER = 512
 
 
-class Harmony:
+class Harmony(Format):
     """Channel ``analysis`` is reasoning, a message to a tool is a call, everything else is content."""
 
     markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
-    id_length = None
 
     def fits(self, template: str) -> bool:
         return _CHANNEL in template and _MESSAGE in template
@@ -55,8 +54,7 @@ class Harmony:
 
 
 def _calls(tools: Tools) -> list[Shape]:
-    begin = f"{_CHANNEL}commentary to=functions.{{}} {_CONSTRAIN}json{_MESSAGE}"
-    return [tag(begin.format(name), json_shape(schema), "") for name, schema in tools.items()]
+    return call_tags(tools, f"{_CHANNEL}commentary to=functions.%s {_CONSTRAIN}json{_MESSAGE}", "")
 
 
 def _final(content: Shape) -> Shape:
@@ -68,13 +66,12 @@ def _before(channel: str) -> Shape:
     return tag(f"{_CHANNEL}{channel}{_MESSAGE}", {"type": "any_text"}, f"{_ENDS[0]}{_START}assistant")
 
 
-class _Messages:
+class _Messages(Parser):
     """The parser of :class:`Harmony`."""
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._text, self._length = tools, "", 0
-        self.thoughts: list[tuple[int, int]] = []
-        self._step = self._beginning
+        super().__init__(self._beginning)
+        self._tools = tools
         # The header of the message that is being read, with its markers, and the tool that it calls.
         self._header, self._tool, self._reasons = "", "", False
         # The place in the arguments of a call from which their end is searched.
@@ -82,22 +79,9 @@ class _Messages:
         # Reads the arguments once they have begun as an object.
         self._reader: JsonArguments | None = None
 
-    def put(self, text: str) -> list[Part]:
-        self._text += text
-        self._length += len(text)
-        return self._parts(final=False)
-
     def end(self) -> list[Part]:
         # A call may have no arguments.
-        return self._parts(final=True) + (list(self._call("", "")) if self._step == self._arguments else [])
-
-    def _parts(self, final: bool) -> list[Part]:
-        parts: list[Part] = []
-        before = None
-        while self._text and before != (self._step, len(self._text)):
-            before = self._step, len(self._text)
-            parts += self._step(final)
-        return parts
+        return super().end() + (list(self._call("", "")) if self._step == self._arguments else [])
 
     def _beginning(self, final: bool) -> Iterator[Part]:
         if self._text.startswith(_RECIPIENT):

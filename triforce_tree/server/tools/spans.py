@@ -1,7 +1,7 @@
 """Splits a text with marked spans into content, reasoning and tool calls, piece by piece."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,51 +22,6 @@ from triforce_tree.server.tools.pieces import ArgumentReader, Pieces, partial
 _MOST_CLOSINGS = 8
 
 
-class ToolFormat(Protocol):
-    """How a family of models writes tool calls.
-
-    Attributes:
-        opening: strings that begin calls.
-        closing: the string that ends what ``opening`` has begun; empty for the end of the text.
-        at_start: whether calls are found only at the beginning of a text. Such calls need the name of a tool
-            that was offered, as other texts may begin like them.
-        markers: names of special tokens that the text must show.
-        id_length: number of characters of an identifier of a call, letters and digits; None for OpenAI's.
-        pieces: how arguments are read while they are written; None if they are read when the span has ended.
-    """
-
-    @property
-    def opening(self) -> tuple[str, ...]: ...
-
-    @property
-    def closing(self) -> str: ...
-
-    @property
-    def at_start(self) -> bool: ...
-
-    @property
-    def markers(self) -> tuple[str, ...]: ...
-
-    @property
-    def id_length(self) -> int | None: ...
-
-    @property
-    def pieces(self) -> Pieces | None: ...
-
-    def fits(self, template: str) -> bool:
-        """Returns whether a chat template teaches this format."""
-
-    def calls(self, text: str, tools: Tools) -> list[Call]:
-        """Returns the calls of a text from ``opening`` to ``closing``, which may be missing at its end.
-
-        Raises:
-            MalformedCallError: the text is no call in this format.
-        """
-
-    def shape(self, tools: Tools, several: bool) -> Shape:
-        """Returns the structure of a text that consists of one call, or of one or several."""
-
-
 class Part(NamedTuple):
     """A part of a text.
 
@@ -82,22 +37,39 @@ class Part(NamedTuple):
     arguments: str = ""
 
 
-class Parser(Protocol):
+class Parser:
     """Takes a text in pieces of any size. The parts together do not depend on where the text was cut.
+
+    Args:
+        step: takes the beginning of ``_text``, the text that was not read yet, and may replace itself as
+            ``_step``. If it needs more text, it changes neither. Its argument says whether the text ends.
 
     Attributes:
         thoughts: where reasoning lies in the text so far, with its markers: the first character of each
             stretch, and the one after it.
     """
 
-    @property
-    def thoughts(self) -> Sequence[tuple[int, int]]: ...
+    def __init__(self, step: Callable[[bool], Iterator[Part]]) -> None:
+        self._step, self._text, self._length = step, "", 0
+        self.thoughts: list[tuple[int, int]] = []
 
     def put(self, text: str) -> list[Part]:
         """Returns the parts that are certain after one more piece."""
+        self._text += text
+        self._length += len(text)
+        return self._parts(final=False)
 
     def end(self) -> list[Part]:
         """Returns the rest after the last piece."""
+        return self._parts(final=True)
+
+    def _parts(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        before = None
+        while self._text and before != (self._step, len(self._text)):
+            before = self._step, len(self._text)
+            parts += self._step(final)
+        return parts
 
 
 class Format(Protocol):
@@ -105,14 +77,11 @@ class Format(Protocol):
 
     Attributes:
         markers: names of special tokens that the text must show.
-        id_length: see ``ToolFormat``.
+        id_length: number of characters of an identifier of a call, letters and digits; None for OpenAI's.
     """
 
-    @property
-    def markers(self) -> tuple[str, ...]: ...
-
-    @property
-    def id_length(self) -> int | None: ...
+    markers: tuple[str, ...] = ()
+    id_length: int | None = None
 
     def fits(self, template: str) -> bool:
         """Returns whether a chat template teaches this format."""
@@ -157,61 +126,73 @@ class Reasoning:
         return sequence(optional(thoughts), shape)
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The format of texts whose calls are spans between markers."""
+class Spans(Format):
+    """The format of texts whose calls are spans between markers. Without a subclass it has no calls.
 
-    calls: ToolFormat
+    Attributes:
+        opening: strings that begin calls.
+        closing: the string that ends what ``opening`` has begun; empty for the end of the text.
+        at_start: whether calls are found only at the beginning of a text. Such calls need the name of a tool
+            that was offered, as other texts may begin like them.
+        pieces: how arguments are read while they are written; None if they are read when the span has ended.
+    """
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return self.calls.markers
-
-    @property
-    def id_length(self) -> int | None:
-        return self.calls.id_length
+    opening: tuple[str, ...] = ()
+    closing, at_start = "", False
+    pieces: Pieces | None = None
 
     def fits(self, template: str) -> bool:
-        return self.calls.fits(template)
+        return True
+
+    def calls(self, text: str, tools: Tools) -> list[Call]:
+        """Returns the calls of a text from ``opening`` to ``closing``, which may be missing at its end.
+
+        Raises:
+            MalformedCallError: the text is no call in this format.
+        """
+        raise NotImplementedError
+
+    def shape(self, tools: Tools, several: bool) -> Shape:
+        """Returns the structure of a text that consists of one call, or of one or several."""
+        raise NotImplementedError
 
     def parser(self, tools: Tools, reasoning: Reasoning | None) -> Parser:
-        return _SpanParser(self.calls if tools else None, tools, reasoning)
+        return _SpanParser(self if tools else None, tools, reasoning)
 
     def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
-        return self.content_shape(self.calls.shape(tools, several), reasoning)
+        return self.content_shape(self.shape(tools, several), reasoning)
 
     def text_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
-        shape = self.calls.shape(tools, several)
-        if not self.calls.at_start:
-            tags, opening = shape.get("tags", [shape]), self.calls.opening[0]
+        shape = self.shape(tools, several)
+        if not self.at_start:
+            tags, opening = shape.get("tags", [shape]), self.opening[0]
             marked = {
                 "type": "triggered_tags", "triggers": [opening], "tags": tags,
                 "stop_after_first": not several,
             }  # fmt: skip
             return self.content_shape(marked, reasoning)
         # A text that begins like a call is one.
-        others = self.calls.opening if reasoning is None else (*self.calls.opening, reasoning.opening)
+        others = self.opening if reasoning is None else (*self.opening, reasoning.opening)
         return self.content_shape({"type": "or", "elements": [shape, *_without(others)]}, reasoning)
 
     def content_shape(self, content: Shape, reasoning: Reasoning | None) -> Shape:
         return content if reasoning is None else reasoning.before(content)
 
 
-class _SpanParser:
+class _SpanParser(Parser):
     """The parser of :class:`Spans`.
 
     Blanks between reasoning and what follows, and blanks before and after calls, are not part of the content.
     A span that is no call becomes content with its markers and blanks.
     """
 
-    def __init__(self, form: ToolFormat | None, tools: Tools, reasoning: Reasoning | None) -> None:
-        self._form, self._tools, self._reasoning = form, tools, reasoning
-        self._text = ""
-        # The number of characters that were put, and of those up to the end of the reasoning.
-        self._length, self._reasoned = 0, 0
-        self._step = self._content if form is None and reasoning is None else self._beginning
+    def __init__(self, form: Spans | None, tools: Tools, reasoning: Reasoning | None) -> None:
+        super().__init__(self._content if form is None and reasoning is None else self._beginning)
         if reasoning is not None and reasoning.inside:
             self._step = self._thoughts
+        self._form, self._tools, self._reasoning = form, tools, reasoning
+        # The reasoning begins with the text, and is empty so far.
+        self.thoughts = [(0, 0)]
         # Within a span: the blanks before it, the place from which its end is searched, the place after its
         # first closing marker, and the number of closing markers.
         self._blanks, self._from, self._first, self._closings = "", 0, 0, 0
@@ -220,37 +201,13 @@ class _SpanParser:
         # Reads the arguments of the call that is being written.
         self._reader: ArgumentReader
 
-    @property
-    def thoughts(self) -> Sequence[tuple[int, int]]:
-        return [(0, self._reasoned)]
-
-    def put(self, text: str) -> list[Part]:
-        self._text += text
-        self._length += len(text)
-        return self._parts(final=False)
-
-    def end(self) -> list[Part]:
-        return self._parts(final=True)
-
-    def _parts(self, final: bool) -> list[Part]:
-        parts: list[Part] = []
-        step = None
-        # A step that needs more text leaves itself in place.
-        while self._text and step != self._step:
-            step = self._step
-            left = len(self._text)
-            parts += step(final)
-            if len(self._text) != left:
-                step = None
-        return parts
-
     def _beginning(self, final: bool) -> Iterator[Part]:
         """At the beginning of the text or after the reasoning."""
         text = self._text.lstrip()
         known = self._reasoning
         if known is not None and text.startswith(known.opening):
             self._text, self._step = text[len(known.opening) :], self._thoughts
-            self._reasoned = self._length - len(self._text)
+            self.thoughts = [(0, self._length - len(self._text))]
             return
         form = self._form
         openings = form.opening if form is not None and form.at_start else ()
@@ -274,7 +231,7 @@ class _SpanParser:
             held = 0 if final else partial(self._text, (closing,))
             yield from _shown(reasoning=self._text[: len(self._text) - held])
             self._text = self._text[len(self._text) - held :]
-        self._reasoned = self._length - len(self._text)
+        self.thoughts = [(0, self._length - len(self._text))]
 
     def _after_thoughts(self, final: bool) -> Iterator[Part]:
         self._text = self._text.lstrip()
