@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     MaxLengthCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -19,10 +20,11 @@ from transformers import (
 
 from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.grammar.matching import Matcher, words_of
+from triforce_tree.kernels.probs.masked import mask_logits
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.requests.endings import answer_of
-from triforce_tree.requests.grammar_processor import GrammarProcessor
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
 from triforce_tree.requests.request import Request
@@ -49,9 +51,7 @@ def decode_in_step(
     how, sequences = request.how, request.sequences
     processors = CheckedProcessors(request.processors)
     if request.masked:
-        processors.insert(
-            0, GrammarProcessor([each.matcher for each in sequences], request.input_ids.shape[1])
-        )
+        processors.insert(0, _GrammarMasks([each.matcher for each in sequences], request.input_ids.shape[1]))
     if not request.to_probs.greedy:
         processors.append(Drawable(request.to_probs.nan_error(request.masked)))
     forward = _Forward(passes, request.to_probs.removes_nan)
@@ -111,6 +111,34 @@ def _seed(request: Request) -> int | None:
     if seed is None and distributed.current() is not None:
         seed = distributed.broadcast_object(int(torch.randint(2**62, (), device="cpu")))
     return seed
+
+
+class _GrammarMasks(LogitsProcessor):
+    """Sets the scores of tokens that the grammars of a batch do not allow to -inf.
+
+    Args:
+        matchers: the state of each sequence's grammar before its first new token; None without a grammar.
+        width: tokens of the prompts, padding included.
+    """
+
+    def __init__(self, matchers: Sequences[Matcher | None], width: int) -> None:
+        self._matchers = [matcher and matcher.copy() for matcher in matchers]
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the masked scores, ``[B, V]``, of the tokens after ``input_ids``, int64 ``[B, L]``."""
+        words = torch.full((len(scores), words_of(scores.shape[1])), -1, dtype=torch.int32, device="cpu")
+        newest = input_ids[:, -1].tolist()
+        going: dict[int, Matcher] = {}
+        for b, matcher in enumerate(self._matchers):
+            if matcher is None or matcher.ended:
+                continue
+            if input_ids.shape[1] > self._width:
+                matcher.accept(newest[b : b + 1])
+            if not matcher.ended:
+                going[b] = matcher
+        Matcher.fill(list(going.values()), words, list(going))
+        return mask_logits(scores, words.to(scores.device))
 
 
 class _Forward(OwnForward):
