@@ -17,10 +17,9 @@ from scripts.checks.served import serving
 from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, metric, until
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.metrics import Metrics, Totals
+from triforce_tree.server.metrics import Metrics, Totals, log_throughput, throughput
 from triforce_tree.server.scheduler import Limits, Scheduler
 from triforce_tree.server.text_stream import ServedText
-from triforce_tree.server.throughput import log_throughput, throughput
 
 
 def health(url: str) -> tuple[int, dict[str, str]]:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
 from triforce_tree.server.guard import Guard, reply
-from triforce_tree.server.metrics import Metrics
+from triforce_tree.server.metrics import Metrics, log_throughput
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Route as Asked
 from triforce_tree.server.reading import Sizes
@@ -29,7 +29,6 @@ from triforce_tree.server.refusals import RefusedError, not_served, shown
 from triforce_tree.server.scheduler import Limits, Scheduler
 from triforce_tree.server.service import Service
 from triforce_tree.server.text_stream import ServedText
-from triforce_tree.server.throughput import log_throughput
 from triforce_tree.server.tools.formats import FORMATS
 from triforce_tree.server.warm_up import default_prompts, warm_up
 

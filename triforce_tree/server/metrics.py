@@ -1,5 +1,7 @@
-"""Metrics of a server for Prometheus."""
+"""Metrics of a server for Prometheus, and a line of throughput in its log."""
 
+import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +21,9 @@ from prometheus_client.registry import Collector
 from triforce_tree.server.scheduler import Scheduler
 from triforce_tree.server.text_stream import ServedText
 
+_LOG = logging.getLogger("triforce_tree.server")
+# Seconds between two lines of throughput.
+_EVERY = 10.0
 _NAMESPACE = "triforce_tree"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -194,3 +199,33 @@ class Metrics:
     def exposed(self) -> bytes:
         """Returns all metrics in Prometheus' text format, some also under vLLM's names."""
         return generate_latest(self._registry) + generate_latest(self._as_vllm)
+
+
+async def log_throughput(metrics: Metrics, scheduler: Scheduler, every: float = _EVERY) -> None:
+    """Logs a line every ``every`` seconds until it is cancelled; nothing while the server is idle."""
+    before, clock = metrics.totals(), asyncio.get_running_loop()
+    start = clock.time()
+    while True:
+        await asyncio.sleep(every)
+        now, seconds = metrics.totals(), clock.time() - start
+        if now != before or scheduler.running or scheduler.waiting:
+            _LOG.info(throughput(before, now, seconds, scheduler.running, scheduler.waiting))
+        before, start = now, start + seconds
+
+
+def throughput(before: Totals, now: Totals, seconds: float, running: int, waiting: int) -> str:
+    """Returns the line for the ``seconds`` between two totals.
+
+    The share of prompt tokens that were still cached is that of the sequences that ended in this time. The
+    accepted tokens are those of a pass of one sequence, without the token that the target adds itself.
+    """
+    prompt, new, passes, reused, ended = (b - a for a, b in zip(before, now, strict=True))
+    parts = [
+        f"prompts {prompt / seconds:,.1f} tokens/s", f"new {new / seconds:,.1f} tokens/s",
+        f"running {running}", f"waiting {waiting}",
+    ]  # fmt: skip
+    if ended:
+        parts.append(f"kept prefixes {100 * reused / ended:.0f} % of prompt tokens")
+    if passes:
+        parts.append(f"accepted {(new - passes) / passes:.2f} tokens a pass")
+    return ", ".join(parts)
