@@ -72,16 +72,17 @@ def test_clients_share_tokens_and_not_texts() -> None:
 
 
 def test_an_idle_client_saves_nothing_up() -> None:
-    queue: FairQueue[str] = FairQueue(lambda text: text[0], lambda text: 10)
-    queue.extend(["a1", "a2", "a3", "a4", "a5"])
-    for text in ("a1", "a2", "a3"):
+    queue, clients = FairQueue(), [*"aaaaabbb"]
+    a1, a2, a3, a4, a5, b1, b2, b3 = texts = [text_of(client, prompt=10) for client in clients]
+    queue.extend(texts[:5])
+    for text in (a1, a2, a3):
         queue.begin(text)
         queue.ended(text)
-    queue.extend(["b1", "b2", "b3"])
-    assert list(queue) == ["a4", "b1", "a5", "b2", "b3"]
-    queue.begin("b1")
-    queue.put_back("b1")
-    assert list(queue) == ["a4", "a5", "b1", "b2", "b3"]
+    queue.extend([b1, b2, b3])
+    assert list(queue) == [a4, b1, a5, b2, b3]
+    queue.begin(b1)
+    queue.put_back(b1)
+    assert list(queue) == [a4, a5, b1, b2, b3]
     for text in list(queue):
         queue.remove(text)
     assert len(queue) == 0

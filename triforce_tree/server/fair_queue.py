@@ -6,33 +6,26 @@ that was idle begins with the lowest counter of the others, so that it gains not
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator
+
+from triforce_tree.server.text_stream import ServedText
 
 NEW_TOKEN = 2
 """Prompt tokens that a new token counts as."""
 
-Text = TypeVar("Text", bound=Hashable)
 
+class FairQueue:
+    """Holds texts that wait, and the counters of the clients with texts that wait or run."""
 
-class FairQueue(Generic[Text]):
-    """Holds texts that wait, and the counters of the clients with texts that wait or run.
-
-    Args:
-        client: returns the client of a text.
-        cost: returns the prompt tokens of a text, which its client is charged when the text begins.
-    """
-
-    def __init__(self, client: Callable[[Text], str], cost: Callable[[Text], int]) -> None:
-        self._client, self._cost = client, cost
-        self._texts: dict[str, dict[Text, None]] = {}
+    def __init__(self) -> None:
+        self._texts: dict[str, dict[ServedText, None]] = {}
         self._running: Counter[str] = Counter()
         self._charged: dict[str, float] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._texts.values()))
 
-    def __iter__(self) -> Iterator[Text]:
+    def __iter__(self) -> Iterator[ServedText]:
         """Yields the texts in the order in which they would begin one after another."""
         left = {client: iter(list(texts)) for client, texts in self._texts.items()}
         charged = {client: self._charged[client] for client in left}
@@ -41,48 +34,48 @@ class FairQueue(Generic[Text]):
             if (text := next(left[client], None)) is None:
                 del left[client]
             else:
-                charged[client] += self._cost(text)
+                charged[client] += len(text.prompt)
                 yield text
 
-    def extend(self, texts: Iterable[Text]) -> None:
+    def extend(self, texts: Iterable[ServedText]) -> None:
         """Adds texts behind those of the same client."""
         for text in texts:
-            client = self._client(text)
+            client = text.client
             least = min((self._charged[each] for each in self._active), default=0.0)
             if client not in self._active:
                 self._charged[client] = max(least, self._charged.get(client, 0.0))
             self._texts.setdefault(client, {})[text] = None
 
-    def begin(self, text: Text) -> None:
+    def begin(self, text: ServedText) -> None:
         """Removes a text that begins, and charges its prompt."""
         self._drop(text)
-        self._running[self._client(text)] += 1
-        self._charged[self._client(text)] += self._cost(text)
+        self._running[text.client] += 1
+        self._charged[text.client] += len(text.prompt)
 
-    def decoded(self, text: Text, tokens: int) -> None:
+    def decoded(self, text: ServedText, tokens: int) -> None:
         """Charges new tokens of a text that runs."""
-        self._charged[self._client(text)] += NEW_TOKEN * tokens
+        self._charged[text.client] += NEW_TOKEN * tokens
 
-    def ended(self, text: Text) -> None:
+    def ended(self, text: ServedText) -> None:
         """Records that a text that ran has ended."""
-        self._running[self._client(text)] -= 1
+        self._running[text.client] -= 1
         self._running += Counter()
         self._forget()
 
-    def put_back(self, text: Text) -> None:
+    def put_back(self, text: ServedText) -> None:
         """Lets a text that ran wait again, before the others of its client."""
-        client = self._client(text)
+        client = text.client
         self._texts[client] = {text: None, **self._texts.get(client, {})}
         self._running[client] -= 1
         self._running += Counter()
 
-    def remove(self, text: Text) -> None:
+    def remove(self, text: ServedText) -> None:
         """Removes a text that nobody waits for any more."""
         self._drop(text)
         self._forget()
 
-    def _drop(self, text: Text) -> None:
-        client = self._client(text)
+    def _drop(self, text: ServedText) -> None:
+        client = text.client
         del self._texts[client][text]
         if not self._texts[client]:
             del self._texts[client]

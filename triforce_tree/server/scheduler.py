@@ -185,9 +185,7 @@ class Scheduler:
         assert engine.tokenizer is not None
         self._vocabulary = Vocabulary(engine.tokenizer)
         self._searched = time.monotonic()
-        self._queue: FairQueue[ServedText] = FairQueue(
-            lambda sequence: sequence.client, lambda sequence: len(sequence.prompt)
-        )
+        self._queue = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
         self._batch: _Batch | None = None
