@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence as Sequences
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from triforce_tree.server.protocol import ChatRequest
 from triforce_tree.server.reading import Read
@@ -33,41 +33,15 @@ class Piece(NamedTuple):
 _NOTHING = Piece("")
 
 
-class Reply(Protocol):
-    """Makes the reply to one request, whole or as the events of a stream."""
-
-    def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        """Returns the body of a reply with all texts, which must have ended."""
-
-    def begin(self, texts: int) -> list[dict[str, Any]]:
-        """Returns the events before the first text."""
-
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the events for a piece of the text of this index."""
-
-    def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the events for the end of one text, after a last piece without text."""
-
-    def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
-        """Returns the events after all texts, which have ended as the request demands."""
-
-    def failure(self, message: str) -> dict[str, Any]:
-        """Returns the event for an error of the server."""
-
-    def encoded(self, event: dict[str, Any]) -> str:
-        """Returns an event as it is sent."""
-
-    @property
-    def closing(self) -> str:
-        """What is sent after all events."""
-
-
 class ChatReply:
-    """The reply to a chat or a completion.
+    """The reply to a chat or a completion, whole or as the events of a stream.
 
     Args:
         read: the request.
         model: the name of the model.
+
+    Attributes:
+        closing: what is sent after all events.
     """
 
     closing = "data: [DONE]\n\n"
@@ -84,6 +58,7 @@ class ChatReply:
         }  # fmt: skip
 
     def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
+        """Returns the body of a reply with all texts, which must have ended."""
         choices = []
         for index, sequence in enumerate(sequences):
             assert sequence.stream is not None
@@ -99,15 +74,18 @@ class ChatReply:
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(sequences)}
 
     def begin(self, texts: int) -> list[dict[str, Any]]:
+        """Returns the events before the first text."""
         delta = {"role": "assistant"}
         return [self._chunk(index, delta if self._chat else "") for index in range(texts)]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events for a piece of the text of this index."""
         if not self._chat:
             return [self._chunk(index, piece.text, piece=piece)]
         return self._deltas(index, self._messages[index].put(piece.text), piece)
 
     def last(self, index: int, sequence: ServedText, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events for the end of one text, after a last piece without text."""
         why = reason(sequence)
         if not self._chat:
             return [self._chunk(index, "", why, piece)]
@@ -116,14 +94,17 @@ class ChatReply:
         return [*chunks, self._chunk(index, {}, _reason(why, message))]
 
     def end(self, sequences: Sequences[ServedText]) -> list[dict[str, Any]]:
+        """Returns the events after all texts, which have ended as the request demands."""
         if not self._usage_wanted:
             return []
         return [self._stream_head() | {"choices": [], "usage": self._usage(sequences)}]
 
     def failure(self, message: str) -> dict[str, Any]:
+        """Returns the event for an error of the server."""
         return error(message, "server_error")
 
     def encoded(self, event: dict[str, Any]) -> str:
+        """Returns an event as it is sent."""
         return f"data: {json.dumps(event)}\n\n"
 
     def _deltas(self, index: int, deltas: list[Delta], piece: Piece) -> list[dict[str, Any]]:
@@ -270,10 +251,3 @@ def usage(sequences: Sequences[ServedText], messages: Sequences[Message] = ()) -
         },
         **more,
     }
-
-
-def outputs_wanted(alternatives: int | None) -> dict[str, Any]:
-    """Returns the options of ``generate`` for log-probabilities and this number of alternatives."""
-    if alternatives is None:
-        return {}
-    return {"logprobs": True} | ({"output_logits": True} if alternatives else {})

@@ -97,7 +97,7 @@ class ResponseReply:
         """Yields the events of the last additions to the message, and of its end."""
         yield from self._written(deltas)
         if self._open is None and not self._output:
-            yield from self._opened(_text(""))
+            yield from self._opened(_text())
         if self._open is not None and _cut(sequence):
             self._open["status"] = "incomplete"
         yield from self._closed()
@@ -111,12 +111,11 @@ class ResponseReply:
             kind = "reasoning" if delta.reasoning else "message"
             if self._open is None or self._open["type"] != kind:
                 yield from self._closed()
-                yield from self._opened(_reasoning("") if delta.reasoning else _text(""))
+                yield from self._opened(_reasoning() if delta.reasoning else _text())
             assert self._open is not None
-            added = delta.reasoning or delta.content
-            self._open["content"][0]["text"] += added
-            name = "reasoning_text" if delta.reasoning else "output_text"
-            yield self._in_part(f"response.{name}.delta", delta=added)
+            [part], added = self._open["content"], delta.reasoning or delta.content
+            part["text"] += added
+            yield self._in_part(f"response.{part['type']}.delta", delta=added)
 
     def _opened(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the events of a new item of text."""
@@ -132,15 +131,10 @@ class ResponseReply:
         if item["type"] == "function_call":
             named = {"name": item["name"], "arguments": item["arguments"]}
             yield self._of_call("response.function_call_arguments.done", **named)
-            yield from self._completed(item)
-            return
-        [part] = item["content"]
-        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-        yield self._in_part(f"response.{name}.done", text=part["text"])
-        yield self._in_part("response.content_part.done", part=part)
-        yield from self._completed(item)
-
-    def _completed(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        else:
+            [part] = item["content"]
+            yield self._in_part(f"response.{part['type']}.done", text=part["text"])
+            yield self._in_part("response.content_part.done", part=part)
         yield self._of_item("response.output_item.done", item)
         self._output.append(item)
         self._open = None
@@ -178,13 +172,13 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    part = {"type": "reasoning_text", "text": text}
+def _reasoning() -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": ""}
     return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [part], "status": "completed"}
 
 
-def _text(text: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text() -> dict[str, Any]:
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {
         "type": "message", "id": _new_id("msg"), "role": "assistant", "status": "completed",
         "content": [part],

@@ -21,7 +21,7 @@ from triforce_tree.server.protocol import CompletionRequest, check_least
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Answered, Read, Route
 from triforce_tree.server.refusals import RefusedError
-from triforce_tree.server.replies import ChatReply, Piece, Reply, outputs_wanted
+from triforce_tree.server.replies import ChatReply, Piece
 from triforce_tree.server.response_reply import ResponseReply
 from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler
 from triforce_tree.server.text_stream import ServedText
@@ -30,6 +30,7 @@ from triforce_tree.verify.draws import sequence_seed
 ENDING = "the server is shutting down; ask again"
 # Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
+Reply = ChatReply | ResponseReply
 _Emit = Callable[[list[ServedText], int, str | None], None]
 
 
@@ -137,6 +138,9 @@ class Service:
             except ValueError as problem:
                 raise RefusedError(str(problem)) from problem
         shown = self._shown_tokens(read.parsing.markers)
+        wanted = {} if asked.alternatives is None else {"logprobs": True}
+        if asked.alternatives:
+            wanted["output_logits"] = True
         sequences: list[ServedText] = []
         for prompt in read.prompts:
             ids: list[int] = prompt.tolist()
@@ -150,10 +154,7 @@ class Service:
             except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
             ends = listed_ids(target.settings.eos_token_id)
-            settings = {
-                "max_new_tokens": new, **asked.sampling(ends), **outputs_wanted(asked.alternatives),
-                **grammar,
-            }  # fmt: skip
+            settings = {"max_new_tokens": new, **asked.sampling(ends), **wanted, **grammar}
             for number in range(asked.choices):
                 # The choices of a request with a seed differ from each other, and are reproducible.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
@@ -210,7 +211,7 @@ def _emitter(pieces: Pieces, outbox: Outbox, stream: bool) -> _Emit:
     def emit(sequences: list[ServedText], index: int, text: str | None) -> None:
         if text is None or stream:
             of = sequences[index].stream
-            scores = ([], []) if of is None else (of.take_logprobs(), of.take_levels())
+            scores = ([], []) if of is None else of.take_scores()
             outbox.put(pieces, index, Piece(text or "", *scores), text is None)
 
     return emit

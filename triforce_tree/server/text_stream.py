@@ -171,7 +171,7 @@ class TextStream(TokenStreamer):
         self.newest: float | None = None
         self.starts: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self._coming: list[tuple[float, list[tuple[int, float]]]] = []
+        self._coming: Sequence[tuple[float, list[tuple[int, float]]] | None] = []
         self._taken = 0
 
     @property
@@ -211,8 +211,9 @@ class TextStream(TokenStreamer):
     def put_tokens(self, tokens: Sequence[int]) -> bool:
         now, before, known = time.monotonic(), self.newest, self.count
         self.first, self.newest = self.first or now, now
+        coming, self._coming = self._coming or [None] * len(tokens), []
         pieces = []
-        for token, scores in zip(tokens, self._scores(len(tokens)), strict=True):
+        for token, scores in zip(tokens, coming, strict=True):
             # Tokens that the same pass emitted after a stop string are not part of the reply.
             if self.stopped:
                 break
@@ -256,26 +257,17 @@ class TextStream(TokenStreamer):
             else:
                 self._levels.append(LevelText(piece, name, 1))
 
-    def take_levels(self) -> list[LevelText]:
-        """Returns what proposed the tokens since the last call."""
-        levels, self._levels = self._levels, []
-        return levels
-
-    def take_logprobs(self) -> list[TokenLogprobs]:
-        """Returns the log-probabilities of the tokens since the last call."""
-        new = self.logprobs[self._taken :]
-        self._taken += len(new)
-        return new
+    def take_scores(self) -> tuple[list[TokenLogprobs], list[LevelText]]:
+        """Returns the log-probabilities of the tokens since the last call, and what proposed them."""
+        logprobs, levels = self.logprobs[self._taken :], self._levels
+        self._taken, self._levels = len(self.logprobs), []
+        return logprobs, levels
 
     def end(self) -> None:
         rest = self._new.end()
         if rest and self.wants_origins:
             self._levels.append(LevelText(rest, "target", 0))
         self._send(rest)
-
-    def _scores(self, count: int) -> list[tuple[float, list[tuple[int, float]]] | None]:
-        coming, self._coming = self._coming, []
-        return [*coming] or [None] * count
 
     def _scored(self, token: int, logprob: float | None, best: list[tuple[int, float]]) -> TokenLogprobs:
         def scored(token: int, value: float | None) -> ScoredToken:
