@@ -255,8 +255,12 @@ class _Fields:
 
     def shared(self) -> dict[str, Any]:
         """Reads the fields that chat and completion requests share."""
+        model = self._required("model")
+        if not isinstance(model, str):
+            raise wrong("model", model, "must be a text")
+        users = [str(self._left.pop(name, "")) for name in ("safety_identifier", "user")]
         fields = {
-            "model": self._text("model"),
+            "model": model,
             "temperature": self._number("temperature", _LEAST, _MOST_TEMPERATURE, zero=True),
             "top_p": self._number("top_p", _LEAST, 1),
             "repetition_penalty": self._number("repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY),
@@ -280,7 +284,7 @@ class _Fields:
             "stream": self.flag("stream"),
             "stream_options": self._stream_options(),
             "shape": content_shape(self.take),
-            "user": self._user(),
+            "user": (users[0] or users[1])[:_MOST_USER],
         }
         if fields["stream_options"] is not None and not fields["stream"]:
             raise RefusedError(
@@ -308,10 +312,6 @@ class _Fields:
             raise wrong("chat_template_kwargs", given, 'must be an object, as {"enable_thinking": false}')
         effort = self._left.pop("reasoning_effort", None)
         return given if effort is None else {**given, "reasoning_effort": effort}
-
-    def _user(self) -> str:
-        names = [str(self._left.pop(name, "")) for name in ("safety_identifier", "user")]
-        return (names[0] or names[1])[:_MOST_USER]
 
     def whole(self, name: str, default: int | None, least: int, most: int = 2**31) -> Any:
         value = self._left.pop(name, default)
@@ -365,12 +365,6 @@ class _Fields:
             raise RefusedError(f"{name} is missing; give it", param=name)
         return self._left.pop(name)
 
-    def _text(self, name: str) -> str:
-        value = self._required(name)
-        if not isinstance(value, str):
-            raise wrong(name, value, "must be a text")
-        return value
-
     def _number(
         self, name: str, least: float, most: float, zero: bool = False, default: float = 1.0
     ) -> float:
@@ -387,7 +381,8 @@ class _Fields:
         if not isinstance(strings, list) or len(strings) > most:
             raise wrong(name, given, f"must be a text, or a list of at most {most}")
         for each in strings:
-            if not isinstance(each, str) or not each or _halved(each):
+            # A lone surrogate, which JSON may have, is half of a character.
+            if not isinstance(each, str) or not each or re.search("[\ud800-\udfff]", each):
                 raise wrong(name, each, "must be a text of whole characters that is not empty")
         return tuple(strings)
 
@@ -448,8 +443,3 @@ class _Fields:
 def _same(a: Any, b: Any) -> bool:
     """Returns whether two JSON values are equal; 1 and true are not."""
     return (type(a) is bool) == (type(b) is bool) and bool(a == b)
-
-
-def _halved(text: str) -> bool:
-    """Returns whether a text has a lone surrogate (half of a character), which JSON can contain."""
-    return re.search("[\ud800-\udfff]", text) is not None

@@ -30,21 +30,19 @@ _TRIES = 3
 
 
 class Readers:
-    """A pool of processes that read requests, until :meth:`close`.
+    """A pool of processes that read requests, until :meth:`close`. There is one for each two CPUs, and at
+    least two and at most four.
 
     Args:
         tokenizer: the target's tokenizer.
         sizes: the limits for prompts.
         seconds: most seconds of CPU time to read a request, and as many more for each MiB.
-        count: number of processes; by default half the CPUs, at least 2 and at most 4.
 
     Raises:
         ValueError: the tokenizer cannot be sent to another process.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, seconds: float, count: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, seconds: float) -> None:
         try:
             self._pickled = pickle.dumps((tokenizer, sizes))
         except Exception as error:
@@ -52,8 +50,8 @@ class Readers:
                 f"the tokenizer cannot be sent to the processes that read requests ({error}); give one of "
                 "transformers' own classes, or of a module that can be imported"
             ) from error
-        self._seconds, self._count = seconds, count or max(2, min(4, (os.cpu_count() or 1) // 2))
-        self._slots, self._bytes = asyncio.Semaphore(self._count), 0
+        self._seconds, self._bytes = seconds, 0
+        self._slots = asyncio.Semaphore(max(2, min(4, (os.cpu_count() or 1) // 2)))
         # The process that was used last is used next, since it remembers the newest texts.
         self._free: list[socket.socket] = []
         self._lock, self._closed = threading.Lock(), False

@@ -44,7 +44,7 @@ class _Marked(Spans):
 class Hermes(_Marked):
     """Hermes 2 and 3, Qwen 2.5 and 3: ``{"name": ..., "arguments": {...}}``"""
 
-    pieces = Pieces.of(f"<tool_call>{BLANKS}{JSON_HEAD}", f"(?:{JSON_REST})?")
+    pieces = Pieces(f"<tool_call>{BLANKS}{JSON_HEAD}", f"(?:{JSON_REST})?")
 
     def fits(self, template: str) -> bool:
         return "<tool_call>" in template
@@ -80,7 +80,7 @@ class Mistral(Spans):
     markers = (_CALLS, _ID, _ARGUMENTS)
     # The chat templates refuse other identifiers.
     id_length = 9
-    pieces = Pieces.of(
+    pieces = Pieces(
         f"(?:{_LISTED}|{_NAMED})", rf"(?:{JSON_REST}{BLANKS}\]?)?",
         f"(?:{JSON_REST}{BLANKS},{BLANKS}{JSON_HEAD}|{BLANKS}{_NAMED})",
     )  # fmt: skip
@@ -136,7 +136,7 @@ class DeepSeek(Spans):
 
     opening, closing = (_BEGIN,), _END
     markers = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
-    pieces = Pieces.of(rf"{_BEGIN}{BLANKS}{_HEAD}", _AFTER, _AFTER + _HEAD)
+    pieces = Pieces(rf"{_BEGIN}{BLANKS}{_HEAD}", _AFTER, _AFTER + _HEAD)
 
     def fits(self, template: str) -> bool:
         return _BEGIN in template and ("```json" in template) is self.fenced
@@ -178,7 +178,7 @@ class LlamaJson(Spans):
 
     opening, at_start = (_TAG, "{"), True
     markers = (_TAG,)
-    pieces = Pieces.of(
+    pieces = Pieces(
         rf"(?:{re.escape(_TAG)})?{BLANKS}{JSON_HEAD}",
         f"(?:{JSON_REST})?",
         f"{JSON_REST}{BLANKS};{BLANKS}{JSON_HEAD}",
@@ -296,7 +296,7 @@ _PARAMETER, _PAIR = r"<parameter=([^<>]{1,256})>", rf"<arg_key>([^<]{{1,256}})</
 class QwenXml(_Marked):
     """Qwen3-Coder and Qwen 3.5: ``<function=NAME><parameter=KEY>text</parameter></function>``"""
 
-    pieces = Pieces.of(
+    pieces = Pieces(
         rf"<tool_call>{BLANKS}<function=([^\s<>]{{1,256}})>{BLANKS}(?={_PARAMETER}|</function>)",
         rf"{BLANKS}(?:</function>)?{BLANKS}",
         reader=Elements(
@@ -339,7 +339,7 @@ class QwenXml(_Marked):
 class Glm(_Marked):
     """GLM 4.5 and later: ``NAME<arg_key>KEY</arg_key><arg_value>text</arg_value>``"""
 
-    pieces = Pieces.of(
+    pieces = Pieces(
         rf"<tool_call>{BLANKS}([^\s<>{{}}]{{1,256}}){BLANKS}(?={_PAIR}|</tool_call>)",
         BLANKS,
         reader=Elements(re.compile(_PAIR), "</arg_value>", ("<arg_key>", "</tool_call>"), True, False).reader,

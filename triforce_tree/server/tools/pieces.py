@@ -46,33 +46,27 @@ class ArgumentReader(Protocol):
         """
 
 
-@dataclass(frozen=True)
 class Pieces:
     """How a format lets the arguments of calls be read while they are written.
 
     Patterns have one group that matches, the name of the tool.
 
-    Attributes:
+    Args:
         head: the beginning of a span up to the arguments of its first call. It contains no closing marker.
         more: from the end of arguments to those of the next call in the same span; None if there is none.
         tail: what may follow the last arguments if the closing marker is missing.
         reader: makes the reader of arguments from the schema of the tool.
     """
 
-    head: re.Pattern[str]
-    tail: re.Pattern[str]
-    more: re.Pattern[str] | None
-    reader: Callable[[Schema], ArgumentReader]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         head: str,
         tail: str,
         more: str | None = None,
         reader: Callable[[Schema], ArgumentReader] = lambda schema: JsonArguments(),
-    ) -> "Pieces":
-        return cls(re.compile(head), re.compile(tail), None if more is None else re.compile(more), reader)
+    ) -> None:
+        self.head, self.tail, self.reader = re.compile(head), re.compile(tail), reader
+        self.more = None if more is None else re.compile(more)
 
 
 class JsonArguments:
