@@ -28,48 +28,56 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not _has_template(engine):
         raise ValueError("--system needs a tokenizer with a chat template; put the text into --file")
     more = {"max_new_tokens": args.max_new_tokens, **options.sampling_of(args, engine)}
-    chat = Chat(engine, document, args.system)
+    chat = _Chat(engine, document, args.system, seed, more)
     if args.load is not None:
         chat.session = engine.load_session(args.load)
         screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}")
-    talk = _Talk(chat, seed, more)
     code = 0
     try:
         for line in _lines():
             if line.partition(" ")[0] == "/quit":
                 break
             # The conversation goes on; without a terminal the exit code tells of the first failure.
-            failure = talk.answer(line)
+            failure = chat.answer(line)
             code = code or (0 if sys.stdin.isatty() else failure)
     except KeyboardInterrupt:
         screen().print("interrupted")
         code = 130
     if args.json:
-        json_line({"seed": seed, "turns": talk.turns, "tokens": len(chat.session.tokens)})
+        json_line({"seed": seed, "turns": chat.turns, "tokens": len(chat.session.tokens)})
     return code
 
 
-class Chat:
+class _Chat:
     """A conversation about a document, by the tokenizer's chat template if it has one, else as plain text.
+
+    Args:
+        system: the system message; None for none.
+        seed: seed of the first answer.
+        more: arguments of :meth:`Session.generate`.
 
     Attributes:
         session: the conversation so far.
+        turns: the answers so far, those before a reset included.
     """
 
-    def __init__(self, engine: Engine, document: str, system: str | None) -> None:
-        self._engine, self._document = engine, document
+    def __init__(
+        self, engine: Engine, document: str, system: str | None, seed: int, more: dict[str, Any]
+    ) -> None:
+        self._engine, self._document, self._seed, self._more = engine, document, seed, more
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.reset()
+        self.turns: list[dict[str, Any]] = []
+        self._reset()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """Forgets everything except the document, whose keys and values stay in the buffers."""
         if _has_template(self._engine):
             self.session: Session = self._engine.session(self._system or None)
         else:
             self.session = self._engine.session(self._document or None)
 
-    def ask(self, question: str, **more: Any) -> tuple[GenerateOutput, bool]:
-        """Streams the answer to stdout. Returns the answer, and whether Ctrl-C has ended it."""
+    def _ask(self, question: str) -> None:
+        """Streams the answer to stdout, which Ctrl-C ends."""
         assert self._engine.tokenizer is not None
         asked: Any = f"\n\n{question}\n" if self.session.tokens else f"{question}\n"
         if self.session.messages is not None or _has_template(self._engine):
@@ -88,26 +96,12 @@ class Chat:
                 streamer=TextOut(self._engine.tokenizer),
                 progress=progress,
                 pinned=pinned,
-                **more,
+                # A seed of its own for each answer, the same in every run.
+                seed=self._seed + len(self.turns),
+                **self._more,
             )
-            return out, interrupt.requested
-
-
-class _Talk:
-    """Executes the lines of a chat, one after the other.
-
-    Args:
-        chat: the conversation.
-        seed: seed of the first answer.
-        more: arguments of :meth:`Chat.ask`.
-
-    Attributes:
-        turns: the answers so far.
-    """
-
-    def __init__(self, chat: Chat, seed: int, more: dict[str, Any]) -> None:
-        self._chat, self._seed, self._more = chat, seed, more
-        self.turns: list[dict[str, Any]] = []
+        self.turns.append(_turn(question, out, interrupt.requested))
+        screen().print(_summary(out))
 
     def answer(self, line: str) -> int:
         """Executes a line, or prints why this is impossible. Returns 0, or the exit code of the failure."""
@@ -132,26 +126,16 @@ class _Talk:
     def _do(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if name == "/reset":
-            self._chat.reset()
+            self._reset()
         elif name == "/help":
             screen().print(f"a line is a question; commands: {COMMANDS}")
-        elif name == "/save" and rest.strip():
-            _save(self._chat.session, rest.strip())
+        elif name == "/save" and (folder := rest.strip()):
+            self.session.save(Path(folder))
+            screen().print(f"saved in {folder}")
         elif name.startswith("/"):
             raise ValueError(f"{name} is no command; there are {COMMANDS}")
         else:
-            # A seed of its own for each answer, the same in every run.
-            out, interrupted = self._chat.ask(line, seed=self._seed + len(self.turns), **self._more)
-            self.turns.append(_turn(line, out, interrupted))
-            screen().print(_summary(out))
-
-
-def _save(session: Session, folder: str) -> None:
-    try:
-        session.save(Path(folder))
-    except OSError as error:
-        raise ValueError(str(error)) from error
-    screen().print(f"saved in {folder}")
+            self._ask(line)
 
 
 def _has_template(engine: Engine) -> bool:
