@@ -1,1 +1,0 @@
-"""``triforce-tree serve``."""
