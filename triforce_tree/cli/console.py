@@ -23,7 +23,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -127,20 +126,6 @@ def bar(unit: str, every: float = 10.0) -> Progress:
         unit=unit,
         every=every,
     )
-
-
-def step(progress: Progress, task: TaskID, what: str) -> None:
-    """Advances a bar by one unit. Without a terminal, where no bar is shown before the end, a line is
-    printed.
-    """
-    progress.update(task, advance=1, description=what)
-    if not progress.console.is_terminal:
-        progress.console.print(what)
-
-
-def earlier_step(progress: Progress, task: TaskID) -> None:
-    """Advances a bar by one unit that an earlier run completed. It is not part of the shown speed."""
-    progress.reset(task, completed=int(progress.tasks[task].completed) + 1)
 
 
 class Interrupt(StoppingCriteria):
@@ -372,17 +357,12 @@ class _FittingTable(Table):
     """Omits its last columns where the terminal is too narrow for them."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = copy.copy(self)
-        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
+        shown, wide = copy.copy(self), options.update(max_width=10 * LOG_WIDTH)
+        while len(shown.columns) > 1 and shown.__rich_measure__(console, wide).minimum > options.max_width:
             shown.columns, shown.min_width = shown.columns[:-1], None
         yield from Table.__rich_console__(shown, console, options)
         if left_out := [str(column.header) for column in self.columns[len(shown.columns) :]]:
             yield Text(f"too narrow for: {', '.join(left_out)}")
-
-
-def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
-    wide = options.update(max_width=10 * LOG_WIDTH)
-    return table.__rich_measure__(console, wide).minimum
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

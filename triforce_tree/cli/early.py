@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from triforce_tree.bench.texts import ROWS, pydoc_text
@@ -39,7 +39,6 @@ _SPECIAL = 16
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 _LAST_PORT = 65535
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
-Check = Callable[[argparse.Namespace], None]
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -113,7 +112,11 @@ def bench(args: argparse.Namespace) -> None:
 
     The text around a needle is repeated if it is short.
     """
-    _measured(args)
+    if getattr(args, "plot", None):
+        check_picture(args.plot)
+    if args.out:
+        check_writable(args.out)
+    _engine(args)
     (_fit if hasattr(args, "depths") else _cut)(args, args.lengths, getattr(args, "new_tokens", 1))
 
 
@@ -135,14 +138,6 @@ def _prompt(args: argparse.Namespace) -> None:
     _engine(args)
     args.given_prompt = prompt_of(args)
     _check_tokens(args, 1, args.max_new_tokens)
-
-
-def _measured(args: argparse.Namespace) -> None:
-    if getattr(args, "plot", None):
-        check_picture(args.plot)
-    if args.out:
-        check_writable(args.out)
-    _engine(args)
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:

@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
         show.print(levels_table(out.levels or []))
         ms = ms_per_token(out)
         show.print(
-            f"prefill of {len(prompt)} tokens{reused(out)} in {out.prefill_seconds:.1f} s, "
+            f"prefill of {len(prompt)} tokens"
+            + (f" ({out.reused_tokens:,} of them kept)" if out.reused_tokens else "")
+            + f" in {out.prefill_seconds:.1f} s, "
             f"{out.new_tokens} new tokens"
             + (f" at {ms:.1f} ms each" if ms else "")
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
@@ -117,13 +119,6 @@ def _several(
         extra = {"seed": seed, "sampling": sampling, "interrupted": interrupt.requested}
         json_line({"prompt_tokens": len(prompt), **more, **found, **extra})
     return 130 if interrupt.requested else 0
-
-
-def reused(out: GenerateOutput) -> str:
-    """Returns a phrase with the number of prompt tokens that an earlier call had prefilled; it is empty for
-    none.
-    """
-    return f" ({out.reused_tokens:,} of them kept)" if out.reused_tokens else ""
 
 
 def generate(

@@ -8,7 +8,7 @@ from rich.progress import Progress, TaskID
 import triforce_tree
 from triforce_tree.bench.results import Record, Records, Series, commit, hardware, header
 from triforce_tree.bench.tables import Table, write_beside
-from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, results, screen, step
+from triforce_tree.cli.console import Interrupt, plain_table, results, screen
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
@@ -35,13 +35,16 @@ def series_of(
         bar: the task whose units are the measurements.
         said: returns a few words about a record.
     """
-    kept = {id(record) for record in records.all}
+    kept, (progress, task) = {id(record) for record in records.all}, bar
 
     def done(record: Record) -> None:
         if id(record) in kept:
-            earlier_step(*bar)
-        else:
-            step(*bar, said(record))
+            # What an earlier run measured is not part of the shown speed.
+            progress.reset(task, completed=int(progress.tasks[task].completed) + 1)
+            return
+        progress.update(task, advance=1, description=said(record))
+        if not progress.console.is_terminal:  # where no bar is shown before the end
+            progress.console.print(said(record))
 
     return Series(records, args.seed, interrupt, lambda: not interrupt.requested, done)
 
