@@ -5,7 +5,6 @@ here, by name. What the compiler does with each keyword is tested by ``scripts/c
 """
 
 import json
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -47,22 +46,19 @@ _REMEDY = "leave it out, and check the text afterwards"
 
 def check_schema(schema: Any) -> None:
     """Raises ValueError if a schema has a keyword that cannot be enforced; the message says where."""
-    for place, problem in _problems(schema, "the schema", schema):
-        raise ValueError(f"{place} {problem}")
+    _check(schema, "the schema", schema)
 
 
-def _problems(schema: Any, place: str, root: Any) -> Iterator[tuple[str, str]]:
-    """Yields the place and the description of everything in a schema that cannot be enforced."""
-    if isinstance(schema, bool):
-        if not schema:
-            yield place, "is False, which no value satisfies; leave it out"
+def _check(schema: Any, place: str, root: Any) -> None:
+    if schema is True:
         return
+    if schema is False:
+        raise ValueError(f"{place} is False, which no value satisfies; leave it out")
     if not isinstance(schema, dict):
-        yield place, f"is {schema!r}, and must be an object or true"
-        return
+        raise ValueError(f"{place} is {schema!r}, and must be an object or true")
     for name in ("$defs", "definitions"):
         for key, part in _dict(schema.get(name)).items():
-            yield from _problems(part, f"{place}.{name}.{key}", root)
+            _check(part, f"{place}.{name}.{key}", root)
     given = {
         name for name in schema.keys() & _ALL
         if name not in _SILENT and not (name in _NEUTRAL and schema[name] == _NEUTRAL[name])
@@ -74,127 +70,130 @@ def _problems(schema: Any, place: str, root: Any) -> Iterator[tuple[str, str]]:
         ({"anyOf"}, _of_union), ({"oneOf"}, _of_union), ({"allOf"}, _of_union),
     ):  # fmt: skip
         if given & (names - {"type"}):
-            for name in sorted(given - names):
-                yield (
-                    place,
-                    f"has {name!r} beside {min(names - {'type'})!r}, which is not supported; {_REMEDY}",
+            if others := given - names:
+                raise ValueError(
+                    f"{place} has {min(others)!r} beside {min(names - {'type'})!r}, which is not supported; "
+                    f"{_REMEDY}"
                 )
-            yield from check(schema, place, root)
+            check(schema, place, root)
             return
-    yield from _of_types(schema, given, place, root)
+    _of_types(schema, given, place, root)
 
 
-def _of_types(schema: dict[str, Any], given: set[str], place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _of_types(schema: dict[str, Any], given: set[str], place: str, root: Any) -> None:
     types = schema.get("type")
     if types is None and "properties" in given and given <= _OF_TYPE["object"]:
         types = "object"
     if types is None:
-        yield place, f"has {min(given)!r} without 'type'; give the type"
-        return
+        raise ValueError(f"{place} has {min(given)!r} without 'type'; give the type")
     types = [types] if isinstance(types, str) else types
     if (
         not isinstance(types, list)
         or not types
         or not all(isinstance(each, str) and each in _OF_TYPE for each in types)
     ):
-        yield (
-            place,
-            f"has the type {schema.get('type')!r}; give one of {', '.join(_OF_TYPE)}, or a list of them",
+        raise ValueError(
+            f"{place} has the type {schema.get('type')!r}; give one of {', '.join(_OF_TYPE)}, or a list of "
+            "them"
         )
-        return
     allowed = {"type"}.union(*(_OF_TYPE[each] for each in types))
-    for name in sorted(given - allowed):
-        yield place, f"has {name!r}, which cannot be enforced for {' or '.join(types)}; {_REMEDY}"
+    if others := given - allowed:
+        kinds = " or ".join(types)
+        raise ValueError(f"{place} has {min(others)!r}, which cannot be enforced for {kinds}; {_REMEDY}")
     if "pattern" in given and given & {"minLength", "maxLength", "format"}:
-        yield (
-            place,
-            "has 'pattern' beside a length or format, which is not supported; say both in the pattern",
+        raise ValueError(
+            f"{place} has 'pattern' beside a length or format, which is not supported; say both in the "
+            "pattern"
         )
     if "format" in given and given & {"minLength", "maxLength"}:
-        yield place, "has 'format' beside a length, which is not supported; leave one out"
+        raise ValueError(f"{place} has 'format' beside a length, which is not supported; leave one out")
     if "multipleOf" in given and given & _OF_TYPE["number"]:
-        yield place, f"has 'multipleOf' beside a bound, which is not supported; {_REMEDY}"
+        raise ValueError(f"{place} has 'multipleOf' beside a bound, which is not supported; {_REMEDY}")
     if isinstance(schema.get("items"), list):
-        yield place, "has a list of 'items'; its name is 'prefixItems'"
-    elif "items" in schema:
-        yield from () if schema["items"] is False else _problems(schema["items"], f"{place}.items", root)
+        raise ValueError(f"{place} has a list of 'items'; its name is 'prefixItems'")
+    if schema.get("items", False) is not False:
+        _check(schema["items"], f"{place}.items", root)
     for number, part in enumerate(_list(schema.get("prefixItems"))):
-        yield from _problems(part, f"{place}.prefixItems[{number}]", root)
+        _check(part, f"{place}.prefixItems[{number}]", root)
     if given & _OF_TYPE["object"]:
-        yield from _of_object(schema, given, place, root)
+        _of_object(schema, given, place, root)
 
 
-def _of_object(schema: dict[str, Any], given: set[str], place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _of_object(schema: dict[str, Any], given: set[str], place: str, root: Any) -> None:
     named, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
     for name, parts in (("properties", named), ("patternProperties", patterns)):
         for key, part in parts.items():
-            yield from _problems(part, f"{place}.{name}.{key}", root)
+            _check(part, f"{place}.{name}.{key}", root)
     others = schema.get("additionalProperties", False)
     if others is not False:
-        yield from _problems(others, f"{place}.additionalProperties", root)
+        _check(others, f"{place}.additionalProperties", root)
     if (others is not False or patterns) and "minProperties" in given:
-        yield place, f"has 'minProperties' beside properties without names, which may repeat; {_REMEDY}"
+        raise ValueError(
+            f"{place} has 'minProperties' beside properties without names, which may repeat; {_REMEDY}"
+        )
     if len(patterns) > 1 or (patterns and (others is not False or named)):
-        yield place, f"has 'patternProperties' beside others that may hold for the same name; {_REMEDY}"
+        raise ValueError(
+            f"{place} has 'patternProperties' beside others that may hold for the same name; {_REMEDY}"
+        )
     escaped = [name for name in named if json.dumps(name, ensure_ascii=False) != f'"{name}"']
     if escaped and others is not False:
-        yield (
-            place,
-            f"has 'additionalProperties' beside the name {escaped[0]!r}, which JSON escapes; {_REMEDY}",
+        raise ValueError(
+            f"{place} has 'additionalProperties' beside the name {escaped[0]!r}, which JSON escapes; "
+            f"{_REMEDY}"
         )
     if "unevaluatedProperties" in given and not (named and schema["unevaluatedProperties"] is False):
-        yield place, f"has 'unevaluatedProperties', which cannot be enforced here; {_REMEDY}"
+        raise ValueError(f"{place} has 'unevaluatedProperties', which cannot be enforced here; {_REMEDY}")
     unknown = [name for name in _list(schema.get("required")) if name not in named]
     if unknown:
-        yield place, f"requires {unknown[0]!r}, which is not among its 'properties'; describe it there"
+        raise ValueError(
+            f"{place} requires {unknown[0]!r}, which is not among its 'properties'; describe it there"
+        )
 
 
-def _of_reference(schema: dict[str, Any], place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _of_reference(schema: dict[str, Any], place: str, root: Any) -> None:
     reference, found = schema["$ref"], root
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        yield place, f"refers to {reference!r}; only '#' and '#/...' in the same schema are supported"
-        return
+        raise ValueError(
+            f"{place} refers to {reference!r}; only '#' and '#/...' in the same schema are supported"
+        )
     for name in reference.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if not isinstance(found, dict) or name not in found:
-            yield place, f"refers to {reference!r}, which the schema does not have"
-            return
+            raise ValueError(f"{place} refers to {reference!r}, which the schema does not have")
         found = found[name]
 
 
-def _of_values(schema: dict[str, Any], place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _of_values(schema: dict[str, Any], place: str, root: Any) -> None:
     values = [schema["const"]] if "const" in schema else schema["enum"]
     if not isinstance(values, list) or not values:
-        yield place, "has an 'enum' that is no list of at least one value"
-        return
+        raise ValueError(f"{place} has an 'enum' that is no list of at least one value")
     types = schema.get("type", [*_OF_TYPE])
     types = [types] if isinstance(types, str) else types
     for value in values:
         if not any(_is_of(value, each) for each in types):
-            yield place, f"has the value {value!r}, which is not of its 'type'; leave the value out"
+            raise ValueError(
+                f"{place} has the value {value!r}, which is not of its 'type'; leave the value out"
+            )
 
 
-def _of_union(schema: dict[str, Any], place: str, root: Any) -> Iterator[tuple[str, str]]:
+def _of_union(schema: dict[str, Any], place: str, root: Any) -> None:
     [name] = [name for name in _UNIONS if name in schema]
     parts = schema[name]
     if not isinstance(parts, list) or not parts:
-        yield place, f"has {name!r} that is no list of at least one schema"
-        return
+        raise ValueError(f"{place} has {name!r} that is no list of at least one schema")
     for number, part in enumerate(parts):
-        yield from _problems(part, f"{place}.{name}[{number}]", root)
+        _check(part, f"{place}.{name}[{number}]", root)
     if name == "allOf" and len(parts) > 1:
-        yield place, "has 'allOf' with several schemas, which is not supported; merge them into one"
+        raise ValueError(
+            f"{place} has 'allOf' with several schemas, which is not supported; merge them into one"
+        )
     if name == "oneOf":
         for first, second in combinations(parts, 2):
             if not _disjoint(_resolved(first, root), _resolved(second, root), root):
-                yield (
-                    place,
-                    (
-                        "has 'oneOf' whose schemas may hold for the same value; give them different "
-                        "types, or a required property with different constants, or use 'anyOf'"
-                    ),
+                raise ValueError(
+                    f"{place} has 'oneOf' whose schemas may hold for the same value; give them different "
+                    "types, or a required property with different constants, or use 'anyOf'"
                 )
-                return
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
