@@ -3,7 +3,7 @@ alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from triforce_tree.bench.baselines import COMPILED, METHODS, Job
@@ -14,10 +14,8 @@ WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
 
 def check_methods(engine: Engine, methods: Sequence[str]) -> None:
-    """Raises ValueError for methods that are unknown or cannot run with these models."""
+    """Raises ValueError for methods that cannot run with these models."""
     for name in methods:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
         if name == "transformers-assistant" and engine.draft is None:
             raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
         if name == "transformers-assistant" and engine.token_map is not None:
@@ -26,40 +24,29 @@ def check_methods(engine: Engine, methods: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The generations that are timed after each prompt.
-
-    Attributes:
-        methods: names from ``METHODS``.
-        temperatures: 0 is greedy.
-        new_tokens: tokens of each generation.
-    """
-
-    methods: Sequence[str]
-    temperatures: Sequence[float]
-    new_tokens: int
-
-
 def measure(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    timing: Timing,
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    new_tokens: int,
     series: Series,
-    place: Record | None = None,
+    place: Record,
 ) -> None:
     """Measures what the series lacks.
 
     Args:
         engine: our models and settings.
         prompts: token ids.
+        methods: names from ``METHODS``, which are timed after each prompt.
+        temperatures: 0 is greedy.
+        new_tokens: tokens of each generation.
         place: further keys of the records, such as the length of these prompts.
 
     Raises:
         ValueError: a method needs one pass for all new tokens, which has no time without prefill.
     """
-    new_tokens, seed = timing.new_tokens, series.seed
-    warm: set[tuple[str, float]] = set()
+    seed, warm = series.seed, set[tuple[str, float]]()
 
     def one(key: Record) -> Record:
         prompt, temperature, method = list(prompts[key["prompt"]]), key["temperature"], key["method"]
@@ -83,8 +70,8 @@ def measure(
             "tokens": sample.tokens,
         }
 
-    cells = product(range(len(prompts)), timing.temperatures, timing.methods)
-    keys = [{**(place or {}), "prompt": n, "temperature": t, "method": method} for n, t, method in cells]
+    cells = product(range(len(prompts)), temperatures, methods)
+    keys = [{**place, "prompt": n, "temperature": t, "method": method} for n, t, method in cells]
     series.fill(keys, one)
 
 

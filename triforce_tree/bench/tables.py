@@ -1,7 +1,7 @@
 """Makes tables of the measurements of ``triforce-tree bench``, and Markdown of tables."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,22 +95,19 @@ def _speed(records: Records) -> Table:
     alone = [r for r in timed if r["method"] == PLAIN_METHOD]
     plain = {_key(r, "context", "temperature"): r["ms_per_token"] for r in alone}
 
-    def to_plain(row: Record) -> float | None:
-        ms = plain.get(_key(row, "context", "temperature"))
-        return None if ms is None else ms / row["ms_per_token"]
-
     rows = [
         (
             row["method"],
             f"{row['prompts']} x {row['prompt_tokens']:,}",
             f"{row['temperature']:g}",
             f"{row['ms_per_token']:.2f}",
-            _ratio(to_plain(row)),
+            _ratio(ms and ms / row["ms_per_token"]),
             _ratio(row["speedup_vs_best_baseline"]),
             _accepted(row),
             f"{100 * row['repeated_8grams']:.0f} %",
         )
         for row in timed
+        for ms in [plain.get(_key(row, "context", "temperature"))]
     ]
     columns = (
         "method", "prompts", "T", "ms/token", "to plain", "to transformers", "acceptance", "repeated 8-grams"
@@ -136,15 +133,11 @@ def _needle(records: Records) -> Table:
     rows = []
     for by, depth in _distinct(chosen, "through", "depth"):
         same = [r for r in chosen if _key(r, "through", "depth") == (by, depth)]
-        means = [_mean(float(r["found"]) for r in same if r["length"] == length) for length in lengths]
-        rows.append((f"{100 * depth:.0f} %", by, *("" if m is None else f"{m:.2f}" for m in means)))
+        found = [[float(r["found"]) for r in same if r["length"] == length] for length in lengths]
+        means = [f"{statistics.fmean(each):.2f}" if each else "" for each in found]
+        rows.append((f"{100 * depth:.0f} %", by, *means))
     columns = ("depth", "through", *(f"{n:,}" for n in lengths))
     return Table("needle accuracy, by prompt tokens", columns, rows)
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.fmean(found) if found else None
 
 
 def _key(record: Record, *names: str) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Compares two generations of one prompt: by the hierarchy, and by the target alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,11 +67,9 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """Returns the index of the first new token that differs, counted from 0, or None if none does."""
-        return (
-            None
-            if self.identical in (True, None)
-            else common_prefix(new_ids(self.ours), new_ids(self.baseline))
-        )
+        if self.identical is not False:
+            return None
+        return common_prefix(new_ids(self.ours), new_ids(self.baseline))
 
     @property
     def failed(self) -> bool:
@@ -106,12 +104,7 @@ def difference_verdict(token: int, found: Difference | None) -> str:
 
 
 def compared(
-    engine: Engine,
-    prompt: Sequence[int],
-    ours: GenerateOutput,
-    baseline: GenerateOutput,
-    greedy: bool,
-    to_scores: ProbsFromLogits | None = None,
+    engine: Engine, prompt: Sequence[int], ours: GenerateOutput, baseline: GenerateOutput, greedy: bool
 ) -> Comparison:
     """Judges two generations of a prompt by the same models.
 
@@ -119,14 +112,11 @@ def compared(
         ours: the generation by the hierarchy.
         baseline: the generation by the target alone.
         greedy: whether both took the most probable token at each position.
-        to_scores: their logits processors; see :func:`triforce_tree.check.ties.first_difference`.
     """
     result = Comparison(ours, baseline, greedy)
     if result.identical is not False:
         return result
-    return Comparison(
-        ours, baseline, greedy, judged(engine, prompt, new_ids(ours), new_ids(baseline), to_scores)
-    )
+    return replace(result, difference=judged(engine, prompt, new_ids(ours), new_ids(baseline)))
 
 
 def judged(

@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
         return f"{record['method']}, {place}: {ms:.1f} ms a token"
 
     with Interrupt() as interrupt, progress:
-        timing = speed.Timing(methods, args.temperatures, args.new_tokens)
         series = series_of(args, records, interrupt, (progress, task), said)
         for length in args.lengths:
             cut = [prompt[:length] for prompt in longest]
-            speed.measure(engine, cut, timing, series, {"length": length})
+            place = {"length": length}
+            speed.measure(engine, cut, methods, args.temperatures, args.new_tokens, series, place)
     code = finish(args, records, tables(records), interrupt.requested)
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "rows": speed_of(records)})
