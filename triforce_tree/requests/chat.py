@@ -164,7 +164,8 @@ def _with_calls(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[di
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     if not calls:
         return messages
-    as_text, names = _reads_arguments_as_text(tokenizer), {call.get("id"): _called(call) for call in calls}
+    as_text = _reads_arguments_as_text(tokenizer)
+    names = {call.get("id"): str(call["function"]["name"]) for call in calls}
     shown = []
     for message in messages:
         if message.get("tool_calls"):
@@ -177,10 +178,6 @@ def _with_calls(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[di
             message = {"name": name, **message}
         shown.append(message)
     return shown
-
-
-def _called(call: Message) -> str:
-    return str(call["function"]["name"])
 
 
 def _arguments(call: Message, as_text: bool) -> Any:

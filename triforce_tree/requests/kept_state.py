@@ -15,13 +15,9 @@ from transformers.generation import logits_process, stopping_criteria
 from triforce_tree.requests.request import Request
 
 # Processors of transformers that keep state; all others there do not.
-_KEEPING = frozenset(
-    {
-        "SynthIDTextWatermarkLogitsProcessor",
-        "WhisperNoSpeechDetection",
-        "DiaEOSDelayPatternLogitsProcessor",
-    }
-)
+_KEEPING = (
+    "SynthIDTextWatermarkLogitsProcessor", "WhisperNoSpeechDetection", "DiaEOSDelayPatternLogitsProcessor",
+)  # fmt: skip
 # The criterion of transformers that reads scores.
 _OF_SCORES = "ConfidenceCriteria"
 

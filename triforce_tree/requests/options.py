@@ -68,30 +68,14 @@ _NEUTRAL = {
 
 # Settings of a checkpoint that do not change the text: how transformers stores keys and values, compiles,
 # drafts and searches beams, and what it returns beside the text.
-_WITHOUT_EFFECT = (
-    "cache_implementation",
-    "cache_config",
-    "max_cache_len",
-    "compile_config",
-    "disable_compile",
-    "prefill_chunk_size",
-    "low_memory",
-    "early_stopping",
-    "length_penalty",
-    "use_mtp",
-    "speculation_type",
-    "continuous_batching_config",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-    "output_attentions",
-    "output_hidden_states",
+_WITHOUT_EFFECT = tuple(
+    """
+    cache_implementation cache_config max_cache_len compile_config disable_compile prefill_chunk_size
+    low_memory early_stopping length_penalty use_mtp speculation_type continuous_batching_config is_assistant
+    num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit
+    assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size output_attentions
+    output_hidden_states
+    """.split()  # noqa: SIM905 - a list would take a line for each name
 )
 REMEDY = "leave it out, or use the model's own generate()"
 # Unknown keywords, and what to do instead.
@@ -289,16 +273,7 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
 
 # Options that transformers' generate prepares for a model's own forward, and those that this package handles
 # itself.
-_PREPARED = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        CACHE,
-        "use_cache",
-        "logits_to_keep",
-        "num_logits_to_keep",
-    }
-)
+_PREPARED = ("position_ids", "cache_position", CACHE, "use_cache", "logits_to_keep", "num_logits_to_keep")
 
 
 def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
@@ -376,12 +351,8 @@ def check_keywords(
 
 # Parameters of transformers' generate that never reach a custom_generate callable.
 _DROPPED = (
-    "assistant_model",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "streamer",
-    "synced_gpus",
-)
+    "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "streamer", "synced_gpus",
+)  # fmt: skip
 
 
 def refuse_dropped(frame: FrameType | None) -> None:

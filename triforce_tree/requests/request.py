@@ -266,7 +266,11 @@ class Arguments:
             ]
             if number is not None:
                 return parts[0]
-            return Request.of_parts(parts, self.prompts.ids, self.input_ids, how)
+            sequences = [replace(part.sequences[0], number=number) for number, part in enumerate(parts)]
+            return replace(
+                parts[0], given_ids=self.prompts.ids, input_ids=self.input_ids, sequences=sequences, how=how,
+                parts=parts,
+            )  # fmt: skip
         own = {} if self.config is None else vars(self.config)
         sources = self.options, own, vars(target.settings)
         decay, ends = (_first(name, sources) for name in ("exponential_decay_length_penalty", "eos_token_id"))
@@ -319,7 +323,6 @@ class Arguments:
             for row, own in zip(ids, tokens, strict=True)
         ]
         request = Request.of(target, given_ids, ids, tokens, padding, made[0], how)
-
         return replace(request, other=self._others(target))
 
     def _others(self, target: HFModel) -> "Other":
@@ -462,20 +465,6 @@ class Request:
             "prompts": self.prompts, "seeds": (how.seed, how.seeds),
             "generation options": (options, grammars, how.max_batch, how.logprobs, how.speculation),
         }  # fmt: skip
-
-    @classmethod
-    def of_parts(
-        cls,
-        parts: Sequences["Request"],
-        given_ids: Tensor,
-        input_ids: Tensor,
-        how: RunOptions,
-    ) -> "Request":
-        """Returns the request of prompts with different options, from the request of each."""
-        sequences = [replace(part.sequences[0], number=number) for number, part in enumerate(parts)]
-        return replace(
-            parts[0], given_ids=given_ids, input_ids=input_ids, sequences=sequences, how=how, parts=parts
-        )
 
     @property
     def masked(self) -> bool:
