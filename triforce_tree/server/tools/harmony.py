@@ -15,7 +15,7 @@ from triforce_tree.server.tools.calls import (
     sequence,
     tag,
 )
-from triforce_tree.server.tools.pieces import BLANKS, OBJECT, JsonArguments, partial
+from triforce_tree.server.tools.pieces import BLANKS, OBJECT, JsonArguments
 from triforce_tree.server.tools.spans import Format, Parser, Part, Reasoning, first
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -92,11 +92,9 @@ class _Messages(Parser):
 
     def _outside(self, final: bool) -> Iterator[Part]:
         """Before and after messages; text here is content, in case that a model writes no headers."""
-        at, found = first(self._text, _HEADERS)
-        end = at if found else len(self._text) - (0 if final else partial(self._text, _HEADERS))
-        if end:
-            yield Part(self._text[:end])
-        self._text = self._text[end:]
+        text, found = self._taken(_HEADERS, final)
+        if text:
+            yield Part(text)
         if found:
             self._step = self._in_header
 
@@ -121,11 +119,9 @@ class _Messages(Parser):
         self._step, self._from, self._reader = self._arguments if self._tool else self._body, 0, None
 
     def _body(self, final: bool) -> Iterator[Part]:
-        at, found = first(self._text, _BOUNDS)
-        end = at if found else len(self._text) - (0 if final else partial(self._text, _BOUNDS))
-        if end:
-            yield Part(reasoning=self._text[:end]) if self._reasons else Part(self._text[:end])
-        self._text = self._text[end:]
+        text, found = self._taken(_BOUNDS, final)
+        if text:
+            yield Part(reasoning=text) if self._reasons else Part(text)
         if found:
             self._next(found)
         if self._reasons:

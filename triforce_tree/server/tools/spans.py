@@ -71,6 +71,15 @@ class Parser:
             parts += self._step(final)
         return parts
 
+    def _taken(self, markers: Sequence[str], final: bool) -> tuple[str, str]:
+        """Takes the text before the first of the markers, and returns it with this marker. Without one it
+        takes all text that is certainly not the beginning of one.
+        """
+        at, found = first(self._text, markers)
+        end = at if found else len(self._text) - (0 if final else partial(self._text, markers))
+        text, self._text = self._text[:end], self._text[end:]
+        return text, found
+
 
 class Format(Protocol):
     """How a model marks reasoning and calls in its text; ``FORMATS`` has all of them.
@@ -157,7 +166,7 @@ class Spans(Format):
         raise NotImplementedError
 
     def parser(self, tools: Tools, reasoning: Reasoning | None) -> Parser:
-        return _SpanParser(self if tools else None, tools, reasoning)
+        return _SpanParser(self if tools else Spans(), tools, reasoning)
 
     def calls_shape(self, tools: Tools, reasoning: Reasoning | None, several: bool) -> Shape:
         return self.content_shape(self.shape(tools, several), reasoning)
@@ -186,8 +195,8 @@ class _SpanParser(Parser):
     A span that is no call becomes content with its markers and blanks.
     """
 
-    def __init__(self, form: Spans | None, tools: Tools, reasoning: Reasoning | None) -> None:
-        super().__init__(self._content if form is None and reasoning is None else self._beginning)
+    def __init__(self, form: Spans, tools: Tools, reasoning: Reasoning | None) -> None:
+        super().__init__(self._beginning if form.opening or reasoning is not None else self._content)
         if reasoning is not None and reasoning.inside:
             self._step = self._thoughts
         self._form, self._tools, self._reasoning = form, tools, reasoning
@@ -209,8 +218,7 @@ class _SpanParser(Parser):
             self._text, self._step = text[len(known.opening) :], self._thoughts
             self.thoughts = [(0, self._length - len(self._text))]
             return
-        form = self._form
-        openings = form.opening if form is not None and form.at_start else ()
+        openings = self._form.opening if self._form.at_start else ()
         for opening in openings:
             if text.startswith(opening):
                 self._open(self._text[: len(self._text) - len(text)], text, opening)
@@ -223,14 +231,10 @@ class _SpanParser(Parser):
     def _thoughts(self, final: bool) -> Iterator[Part]:
         assert self._reasoning is not None
         closing = self._reasoning.closing
-        before, found, after = self._text.partition(closing)
+        text, found = self._taken((closing,), final)
+        yield from _shown(reasoning=text)
         if found:
-            yield from _shown(reasoning=before)
-            self._text, self._step, self._reasoning = after, self._after_thoughts, None
-        else:
-            held = 0 if final else partial(self._text, (closing,))
-            yield from _shown(reasoning=self._text[: len(self._text) - held])
-            self._text = self._text[len(self._text) - held :]
+            self._text, self._step, self._reasoning = self._text[len(closing) :], self._after_thoughts, None
         self.thoughts = [(0, self._length - len(self._text))]
 
     def _after_thoughts(self, final: bool) -> Iterator[Part]:
@@ -241,7 +245,7 @@ class _SpanParser(Parser):
 
     def _content(self, final: bool) -> Iterator[Part]:
         text = self._text
-        if self._form is None or self._form.at_start:
+        if not self._form.opening or self._form.at_start:
             self._text = ""
             yield from _shown(text)
             return
@@ -267,7 +271,6 @@ class _SpanParser(Parser):
         self._from, self._first, self._closings = len(opening), 0, 0
 
     def _span(self, final: bool) -> Iterator[Part]:
-        assert self._form is not None
         closing, pieces = self._form.closing, self._form.pieces
         if pieces is not None and (found := pieces.head.match(self._text)) and self._may_call(found):
             yield self._begun(found)
@@ -296,12 +299,10 @@ class _SpanParser(Parser):
             yield from self._released(self._first or len(self._text))
 
     def _may_call(self, head: re.Match[str]) -> bool:
-        assert self._form is not None
         return not self._form.at_start or _tool(head) in self._tools
 
     def _begun(self, head: re.Match[str]) -> Part:
         """Begins to read the arguments of a call."""
-        assert self._form is not None
         assert self._form.pieces is not None
         name = _tool(head)
         self._reader = self._form.pieces.reader(self._tools.get(name, {}))
@@ -319,7 +320,6 @@ class _SpanParser(Parser):
             self._text = ""
 
     def _after_arguments(self, final: bool) -> Iterator[Part]:
-        assert self._form is not None
         closing, pieces = self._form.closing, self._form.pieces
         assert pieces is not None
         if pieces.more is not None and (found := pieces.more.match(self._text)) and self._may_call(found):
