@@ -3,10 +3,11 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,12 +244,6 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
             "root": served.name, "parent": None, "max_model_len": most,
         }  # fmt: skip
 
-    def answered(asked: Asked) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await running.answer(request, asked)
-
-        return answer
-
     content = _PAGE.read_bytes()
 
     async def models(request: Request) -> Response:
@@ -271,7 +266,10 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         return Response(running.metrics.exposed(), media_type=CONTENT_TYPE_LATEST)
 
     guarded = Router([
-        *(Route(path, answered(asked), methods=["POST"]) for path, asked in _ROUTES.items()),
+        *(
+            Route(path, partial(running.answer, asked=asked), methods=["POST"])
+            for path, asked in _ROUTES.items()
+        ),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Mount("/", _nowhere),

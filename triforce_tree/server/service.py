@@ -83,7 +83,7 @@ class Service:
             ChatReply(read, self.name) if read.echoed is None else ResponseReply(read, read.echoed, self.name)
         )
         if read.asked.stream:
-            return _Streamed(_ended(self._stream(reply, sequences, pieces), reply), sequences)
+            return _Streamed(self._stream(reply, sequences, pieces), sequences)
         with _cancelled_at_the_end(sequences):
             running = len(sequences)
             while running:
@@ -98,28 +98,30 @@ class Service:
         return Response(encoded, media_type="application/json")
 
     async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: Pieces) -> AsyncIterator[str]:
-        """Yields the server-sent events of a stream."""
-        for event in reply.begin(len(sequences)):
-            yield reply.encoded(event)
-        running = len(sequences)
-        while running:
-            index, piece, last = await pieces.get()
-            if not last:
-                events = reply.piece(index, piece)
-            else:
-                running -= 1
+        """Yields the server-sent events of a stream, with an error event if an exception ends it."""
+        try:
+            for event in reply.begin(len(sequences)):
+                yield reply.encoded(event)
+            running = len(sequences)
+            while running:
+                index, piece, last = await pieces.get()
                 sequence = sequences[index]
-                if sequence.complete:
+                running -= last
+                if not last:
+                    events = reply.piece(index, piece)
+                elif sequence.complete:
                     events = reply.last(index, sequence, piece)
                 else:
                     why = ENDING if sequence.error is None else client_message(sequence.error)
                     events = [reply.failure(why)]
-            for event in events:
-                yield reply.encoded(event)
-        if all(sequence.complete for sequence in sequences):
-            for event in reply.end(sequences):
-                yield reply.encoded(event)
-        yield reply.closing
+                for event in events:
+                    yield reply.encoded(event)
+            if all(sequence.complete for sequence in sequences):
+                for event in reply.end(sequences):
+                    yield reply.encoded(event)
+            yield reply.closing
+        except Exception as problem:
+            yield reply.encoded(reply.failure(client_message(problem)))
 
     def _sequences(self, read: Read, emit: _Emit) -> list[ServedText]:
         """Returns the sequences of a request.
@@ -190,15 +192,6 @@ class _Streamed(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with _cancelled_at_the_end(self._sequences):
             await super().__call__(scope, receive, send)
-
-
-async def _ended(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]:
-    """Yields the events of a stream, and an error event if an exception ends it."""
-    try:
-        async for event in events:
-            yield event
-    except Exception as problem:
-        yield reply.encoded(reply.failure(client_message(problem)))
 
 
 def _emitter(pieces: Pieces, outbox: Outbox, stream: bool) -> _Emit:

@@ -62,7 +62,7 @@ class Message:
 
     def __init__(self, parsing: Parsing, parallel: bool = True) -> None:
         self._parser, self._id_length = parsing.parser(), parsing.format.id_length
-        self._most = None if parallel else 1
+        self._parallel = parallel
         self.content, self.reasoning = "", ""
         self.calls: list[ToolCall] = []
         # The call that goes on; None if it is left out.
@@ -101,7 +101,7 @@ class Message:
                 continue
             if part.tool:
                 self._newest = None
-                if self._most is None or len(self.calls) < self._most:
+                if self._parallel or not self.calls:
                     self._newest = ToolCall(len(self.calls), self._new_id(), part.tool)
                     self.calls.append(self._newest)
             if (call := self._newest) is None:
