@@ -226,10 +226,11 @@ def test_smaller_linear_tiles_are_finite() -> None:
 @pytest.mark.parametrize("outs", [256, 2048, 4096, 6144, 22016, 128256])
 @pytest.mark.parametrize("ins", [576, 4096, 11008])
 def test_exact_linears_have_one_order_of_sums(arch: str, outs: int, ins: int) -> None:
-    device, most = KNOWN[arch], linear_configs.MOST_PLAIN_ROWS
-    chosen = [linear_configs.choose_exact(rows, outs, ins, device) for rows in (1, 16, 17, 33, most)]
+    device = KNOWN[arch]
+    numbers = (1, 16, 17, 33, 64, linear_configs.most_exact_rows(device))
+    chosen = [linear_configs.choose_exact(rows, outs, ins, device) for rows in numbers]
     assert len({config.splits for config, _ in chosen}) == 1
-    for rows, (config, block_m) in zip((1, 16, 17, 33, most), chosen, strict=True):
+    for rows, (config, block_m) in zip(numbers, chosen, strict=True):
         assert rows <= block_m
         assert config.splits == 1 or linear_configs.SPLIT_WORDS % config.width == 0
         # One kind of instruction: wgmma has at least 64 outputs.

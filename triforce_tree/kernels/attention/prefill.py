@@ -139,10 +139,15 @@ def _own_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     size = _queries_of_cudnn(queries)
     if not size or size % (_BLOCK // 2):
         return _flash(q, k, v, scale, causal=True)
-    if size > queries:
-        q, k, v = (F.pad(part, (0, 0, 0, size - queries)) for part in (q, k, v))
+    q, k, v = (_padded(part, size) for part in (q, k, v))
     out, lse = _cudnn(q, k, v, scale, causal=True)
     return out[:, :, :queries], lse[:, :, :queries]
+
+
+def _padded(x: Tensor, count: int) -> Tensor:
+    """Returns ``[B, H, T, D]`` with zeros behind it up to ``count`` tokens; torch would copy it for none."""
+    missing = count - x.shape[2]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
@@ -152,7 +157,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tenso
     Flash attention computes the remaining positions.
     """
     parts, start, count, queries = [], 0, k.shape[2], q.shape[2]
-    padded = F.pad(q, (0, 0, 0, _queries_of_cudnn(queries) - queries))
+    padded = _padded(q, _queries_of_cudnn(queries))
     for power in reversed(range((count // _BLOCK).bit_length())):
         if count - start >= (size := _BLOCK << power):
             stop = start + size

@@ -192,21 +192,29 @@ def choose_one_row(outs: int, ins: int, device: Device) -> OneRowConfig | None:
     return OneRowConfig(4, 512, 2, 6) if outs <= _FEW_OUTS else OneRowConfig(4, 1024, 4, 4)
 
 
+def most_exact_rows(device: Device) -> int:
+    """Returns the most rows of a product with one order of sums. They are fewer with tcgen05, on AMD and in
+    the interpreter, where it is not known that tiles of several sizes give the same bits.
+    """
+    known = device.ptx and device.capability[0] not in _TENSOR_MEMORY
+    return MOST_ROWS if known else MOST_PLAIN_ROWS
+
+
 def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[LinearConfig, int]:
     """Returns a configuration for 16-bit weights and the rows of its tile, whose order of sums is fixed.
 
     An output is summed over the columns in order, within bounds that depend only on the splits, which are
     chosen for one row. Tiles of other sizes give the same bits if the same instruction multiplies them in
-    steps of 16 columns: mma.sync, or wgmma for 64 outputs and more. Where this is not known (tcgen05, AMD,
-    the interpreter), any number of rows uses the same tile.
+    steps of 16 columns: mma.sync, or wgmma for 64 outputs and more. Where this is not known, any number of
+    rows uses the same tile.
 
     Raises:
-        ValueError: more than ``MOST_PLAIN_ROWS`` rows, or no tile fits the device.
+        ValueError: more than :func:`most_exact_rows`, or no tile fits the device.
     """
-    if rows > MOST_PLAIN_ROWS:
-        raise ValueError(f"{rows} rows exceed {MOST_PLAIN_ROWS}, the most with one order of sums; split them")
-    if not device.ptx or device.capability[0] in _TENSOR_MEMORY:
-        return choose(16, MOST_PLAIN_ROWS, outs, ins, device), MOST_PLAIN_ROWS
+    if rows > (most := most_exact_rows(device)):
+        raise ValueError(f"{rows} rows exceed {most}, the most with one order of sums; split them")
+    if most == MOST_PLAIN_ROWS:
+        return choose(16, most, outs, ins, device), most
     config, one_row = choose(16, rows, outs, ins, device), choose(16, 1, outs, ins, device)
     if device.shared_products and one_row.block_n < _WGMMA_OUTS:
         more = one_row.splits * (_WGMMA_OUTS // one_row.block_n)

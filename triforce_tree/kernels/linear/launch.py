@@ -19,6 +19,7 @@ from triforce_tree.kernels.linear.configs import (
     choose,
     choose_exact,
     choose_one_row,
+    most_exact_rows,
     row_block,
     smaller,
 )
@@ -43,7 +44,7 @@ def linear(
 
 
 def pinned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
-    """Computes :func:`linear` with one order of sums for any number of rows up to ``MOST_PLAIN_ROWS``.
+    """Computes :func:`linear` with one order of sums for any number of rows.
 
     The bits of a row do not depend on the number of rows; see ``configs.choose_exact``.
     """
@@ -155,6 +156,11 @@ def _launch(
     rows = flat.shape[0]
     device = describe(x.device)
     if list(config) == _EXACT:
+        if rows > (most := most_exact_rows(device)):
+            parts = [
+                _launch(part, words, scales, biases, counters, bits, config) for part in flat.split(most)
+            ]
+            return torch.cat(parts).view(*x.shape[:-1], sum(outs))
         cfg, block_m = choose_exact(rows, sum(outs), ins, device)
     else:
         block_m = row_block(rows)

@@ -6,14 +6,13 @@ layers round between them as uncompiled ones do (``fused_linears.fused_exactly``
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS, row_layer_norm, row_rms_norm
 from triforce_tree.models.few_row import FewRowLinear, biases_and_counters, with_head, with_linears
 from triforce_tree.models.model_copy import hooked
@@ -26,7 +25,7 @@ _TRIED_ROWS = 3
 
 
 class ExactLinear(FewRowLinear):
-    """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows: in parts, with one order of sums."""
+    """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows, with one order of sums."""
 
     def few(self, x: Tensor) -> bool:
         return True
@@ -34,23 +33,13 @@ class ExactLinear(FewRowLinear):
     def forward(self, x: Tensor) -> Tensor:
         from triforce_tree.kernels.linear.launch import pinned_linear
 
-        return _in_parts(x, lambda part: pinned_linear(part, self.weight, self.bias, self.counters))
+        return pinned_linear(x, self.weight, self.bias, self.counters)
 
     @staticmethod
     def together(x: Tensor, layers: Sequence[Any]) -> Tensor:
         from triforce_tree.kernels.linear.launch import pinned_linears
 
-        weights, others = [each.weight for each in layers], biases_and_counters(layers)
-        return _in_parts(x, lambda part: pinned_linears(part, weights, *others))
-
-
-def _in_parts(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns the products of all rows, of which ``multiply`` takes ``MOST_PLAIN_ROWS`` at a time."""
-    if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
-        # The input is passed unchanged, so that compiled layers of the same input are fused into one launch.
-        return multiply(x)
-    out = torch.cat([multiply(part) for part in x.reshape(-1, x.shape[-1]).split(MOST_PLAIN_ROWS)])
-    return out.view(*x.shape[:-1], out.shape[-1])
+        return pinned_linears(x, [each.weight for each in layers], *biases_and_counters(layers))
 
 
 def exact_linears_copy(model: PreTrainedModel) -> PreTrainedModel:
