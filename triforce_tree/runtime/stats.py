@@ -60,16 +60,10 @@ class LevelStats:
 
 def added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
     """Returns the sums of the statistics of two runs, by level."""
-    sums = {level.name: level for level in before}
+    sums = {level.name: replace(level) for level in before}
     for level in now:
-        if (other := sums.get(level.name)) is not None:
-            level = replace(
-                level,
-                forwards=level.forwards + other.forwards,
-                proposed=level.proposed + other.proposed,
-                accepted=level.accepted + other.accepted,
-                emitted=level.emitted + other.emitted,
-                seconds=level.seconds + other.seconds,
-            )
-        sums[level.name] = level
+        if level.name in sums:
+            sums[level.name].add(level.forwards, level.proposed, level.accepted, level.emitted, level.seconds)
+        else:
+            sums[level.name] = level
     return list(sums.values())
