@@ -68,15 +68,13 @@ _NEUTRAL = {
 
 # Settings of a checkpoint that do not change the text: how transformers stores keys and values, compiles,
 # drafts and searches beams, and what it returns beside the text.
-_WITHOUT_EFFECT = tuple(
-    """
-    cache_implementation cache_config max_cache_len compile_config disable_compile prefill_chunk_size
-    low_memory early_stopping length_penalty use_mtp speculation_type continuous_batching_config is_assistant
-    num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit
-    assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size output_attentions
-    output_hidden_states
-    """.split()  # noqa: SIM905 - a list would take a line for each name
-)
+_WITHOUT_EFFECT = (
+    "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
+    "prefill_chunk_size", "low_memory", "early_stopping", "length_penalty", "use_mtp", "speculation_type",
+    "continuous_batching_config", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 REMEDY = "leave it out, or use the model's own generate()"
 # Unknown keywords, and what to do instead.
 _REMEDIES = {
