@@ -1,5 +1,6 @@
 """Decoding with the embedded pair: greedy text, the distribution of sampled tokens, seeds and memory."""
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,31 @@ def test_levels_decode_the_same_greedy_text(options: dict[str, Any]) -> None:
         for levels in (1, 2, 3)
     )
     assert others == [plain, plain]
+
+
+def test_the_time_of_a_prompt_is_that_until_its_first_token() -> None:
+    """The host does not wait for the prompt before it prepares the first pass."""
+    engine, text, arrivals = pair_on(DEVICE, torch.bfloat16, **FIXED), long_text(), list[float]()
+
+    class Clock(TokenStreamer):
+        def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None: ...
+
+        def put_tokens(self, tokens: Sequence[int]) -> bool:
+            torch.cuda.synchronize()
+            arrivals.append(time.perf_counter())
+            return False
+
+        def end(self) -> None: ...
+
+    for prompt in (text[1:60_001], text[:60_000]):
+        arrivals.clear()
+        start = time.perf_counter()
+        out = engine.generate([prompt], max_new_tokens=64, temperature=0.0, streamer=Clock())
+        end = time.perf_counter()
+    assert out.prefill_seconds is not None
+    assert out.decode_seconds is not None
+    assert out.prefill_seconds == pytest.approx(arrivals[0] - start, rel=0.25)
+    assert out.decode_seconds < 1.5 * (end - arrivals[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

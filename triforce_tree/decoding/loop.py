@@ -145,6 +145,8 @@ class DecodingLoop:
         self._chunked = ChunkedPrefill(reuse, progress)
         # Sequences that are prefilled after the present prefill of a larger batch.
         self._later: list[Sequence] = []
+        # Sequences whose prefill the device may not have completed.
+        self._launched: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
         self.prefill_seconds = self.decode_seconds = 0.0
         self.after_stage: Callable[[str], None] | None = None
@@ -443,13 +445,14 @@ class DecodingLoop:
         for sequence in self.joining:
             assert sequence.index is not None
             sequence.reused = reused[sequence.index]
-        if self.joining:
+        if self.program.cache.backend.transfers:
+            # The host reads parts of this cache.
             self._clock.synchronize()
         seconds = time.perf_counter() - start
         self.prefill_seconds += seconds
         for sequence in self.joining:
             sequence.prefill_seconds += seconds
-        self.joining, self._prefilled = [], True
+        self._launched, self.joining, self._prefilled = self.joining, [], True
         self._begin(range(len(self.sequences)))
 
     def _join(self) -> None:
@@ -584,9 +587,12 @@ class DecodingLoop:
             if meanwhile is not None:
                 meanwhile()
             ahead = self._chunked.run_ahead(program)
-            # The device may have computed chunks of prompts before the pass.
+            # The device may have computed prompts, or chunks of them, before the pass.
             waited = clock.wait_for_start()
             self.prefill_seconds += waited + ahead
+            for read in self._launched:
+                read.prefill_seconds += waited
+            self._launched = []
             copied.wait()
             # Of a plain pass, only the columns that it writes.
             report: list[list[int]] = (results[:, :5] if kind == PLAIN else results).tolist()

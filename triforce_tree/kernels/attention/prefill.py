@@ -145,9 +145,15 @@ def _own_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _padded(x: Tensor, count: int) -> Tensor:
-    """Returns ``[B, H, T, D]`` with zeros behind it up to ``count`` tokens; torch would copy it for none."""
+    """Returns ``[B, H, T, D]`` with zeros behind it up to ``count`` tokens.
+
+    All heads of a token follow each other in its memory, as layers compute them. cuDNN's output then has the
+    same order, and needs no copy.
+    """
     missing = count - x.shape[2]
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    if not missing:
+        return x  # torch would copy it
+    return F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
