@@ -33,6 +33,7 @@ from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Cuts, executed_parts, free_memory, graph_pool
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.runtime.stage_clock import Mark
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import DeviceTreeShape, most_sequences, pass_limits
@@ -52,6 +53,9 @@ _MOST_PREPARED = 16
 _SHARE = 0.5
 # Tokens of a prompt whose prefill takes a GPU as long as the host takes for a few stages.
 _LONG_PROMPT = 16_384
+# Stages are made beside so many last tokens of the prompts: a later chunk takes the device longer, as it
+# attends to more tokens.
+_BESIDE = 49_152
 # Tokens of a pass up to which on a GPU further ones cost next to nothing.
 _FEW_TOKENS = 64
 # The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
@@ -252,7 +256,7 @@ class DecodingProgram:
         """Selects the stages for the sampling options of a batch, and makes and captures them if there are
         none. Every sequence gets the first ones; see ``DeviceProbs.begin``.
 
-        It yields between parts of this work, where the cache may be prefilled.
+        It yields between parts of this work. After the first of them the cache may be prefilled.
 
         Args:
             masked: whether sequences may have grammars.
@@ -308,9 +312,16 @@ class DecodingProgram:
             runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
             return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
         around = self._unchanged if running else partial(self.trial, self.max_seq_len - 1)
+        # The first trial clears slots that were never written, in which a prompt must not be yet.
+        with around():
+            pass
+        seconds = time.perf_counter() - start
+        yield
+        start = time.perf_counter()
         with around() as begin:
             self._compile(stages, begin)
-        progress, seconds = StageProgress(len(stages)), time.perf_counter() - start
+        seconds += time.perf_counter() - start
+        progress = StageProgress(len(stages))
         for name, stage in stages.items():
             yield
             start = time.perf_counter()
@@ -514,8 +525,8 @@ class DecodingProgram:
         Args:
             lengths: tokens of the texts by which rotary frequencies are chosen, also for prompts that are
                 placed later; by default those of the prompts.
-            preparation: the rest of a :meth:`preparation`, whose parts are done while the device computes the
-                chunks of the prompts.
+            preparation: the rest of a :meth:`preparation`, whose parts after the first are done while the
+                device computes the chunks of the prompts.
 
         Returns:
             how many tokens of each prompt were reused.
@@ -525,14 +536,19 @@ class DecodingProgram:
         """
         self._check(prompts)
         self._choose_frequencies(prompts, lengths)
-        parts = preparation or iter(())
-        # Trial runs clear slots that were never written; a prompt must not be in these yet.
+        parts, before, left = preparation or iter(()), Mark(self.device), sum(map(len, prompts))
+        # The first part must come before the prompt.
         next(parts, None)
 
         def launched(tokens: int) -> None:
+            nonlocal before, left
             if progress is not None:
                 progress(tokens)
-            next(parts, None)
+            left -= tokens
+            # A device that still computes the chunk before this one has enough work meanwhile.
+            if left < _BESIDE and not before.reached:
+                next(parts, None)
+            before = Mark(self.device)
 
         try:
             reused = self.cache.prefill(prompts, launched, reuse, self.state.features)
