@@ -76,32 +76,35 @@ def row_block(rows: int) -> int:
 
 
 # Entries by bits and rows of the tile: largest number of outputs, block_n, width, warps, stages, tma, and
-# number of programs that a multiprocessor runs at once. They were measured on an H200 by the benchmark
-# `linear`, with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and with 768 and 4096 outputs of
-# more inputs.
+# number of programs that a multiprocessor runs at once. They were measured on an H200 with the layers of a 7B
+# and an 8B model, 4096 to 28,672 outputs of 4096 inputs and 4096 outputs of more inputs; those of few outputs
+# with 768 outputs.
 _ANY_OUTS = 1 << 62
 _TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]] = {
     16: {
         16: (
             (2048, 32, 128, 4, 9, 0, 1),
+            (5120, 64, 128, 4, 6, 0, 1),
             (8192, 64, 128, 4, 5, 0, 1),
-            (16384, 128, 64, 4, 6, 1, 1),
-            (_ANY_OUTS, 64, 256, 4, 5, 1, 1),
+            (16384, 64, 64, 4, 7, 1, 1),
+            (25600, 64, 256, 4, 5, 1, 1),
+            (_ANY_OUTS, 128, 128, 4, 4, 1, 1),
         ),
         32: (
-            (5120, 64, 128, 4, 4, 0, 1),
+            (5120, 64, 128, 4, 5, 0, 1),
             (8192, 64, 64, 4, 9, 1, 1),
-            (16384, 128, 64, 4, 5, 1, 1),
-            (_ANY_OUTS, 64, 128, 4, 4, 1, 1),
+            (16384, 64, 64, 4, 6, 1, 1),
+            (25600, 64, 128, 4, 4, 1, 1),
+            (_ANY_OUTS, 128, 128, 4, 4, 1, 1),
         ),
         64: (
-            (5120, 64, 128, 4, 7, 1, 1),
+            (5120, 64, 128, 4, 5, 1, 1),
             (8192, 64, 64, 4, 7, 1, 1),
             (16384, 64, 128, 4, 7, 1, 1),
             (25600, 64, 64, 4, 4, 1, 1),
-            (_ANY_OUTS, 64, 64, 4, 5, 1, 1),
+            (_ANY_OUTS, 128, 128, 4, 4, 1, 1),
         ),
-        128: ((5120, 128, 64, 8, 7, 1, 1), (8192, 64, 64, 4, 9, 1, 1), (_ANY_OUTS, 128, 64, 8, 7, 1, 1)),
+        128: ((8192, 64, 64, 4, 7, 1, 1), (16384, 128, 64, 8, 5, 1, 1), (_ANY_OUTS, 128, 64, 8, 3, 1, 1)),
     },
     8: {
         16: (
@@ -109,28 +112,32 @@ _TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]
             (8192, 64, 128, 4, 3, 1, 3),
             (16384, 64, 128, 4, 4, 0, 2),
             (25600, 64, 128, 4, 3, 0, 3),
-            (_ANY_OUTS, 64, 128, 4, 4, 0, 2),
+            (_ANY_OUTS, 128, 128, 4, 3, 1, 1),
         ),
         32: (
             (5120, 64, 128, 4, 3, 1, 2),
-            (8192, 64, 64, 4, 5, 1, 3),
+            (8192, 64, 64, 4, 4, 1, 3),
             (16384, 64, 128, 4, 3, 1, 2),
-            (25600, 64, 64, 4, 5, 1, 3),
-            (_ANY_OUTS, 64, 128, 4, 3, 1, 2),
+            (25600, 64, 64, 4, 4, 1, 3),
+            (_ANY_OUTS, 128, 128, 4, 3, 1, 1),
         ),
         64: ((5120, 64, 64, 4, 4, 1, 2), (25600, 64, 64, 4, 3, 1, 3), (_ANY_OUTS, 128, 64, 4, 4, 1, 2)),
         128: ((_ANY_OUTS, 64, 64, 4, 3, 1, 2),),
     },
     4: {
         16: (
-            (5120, 64, 128, 4, 3, 0, 2),
+            (5120, 64, 64, 4, 4, 0, 2),
             (8192, 64, 64, 4, 5, 0, 3),
             (25600, 128, 64, 4, 3, 1, 3),
-            (_ANY_OUTS, 64, 128, 4, 3, 0, 2),
+            (_ANY_OUTS, 128, 128, 4, 3, 1, 1),
         ),
-        32: ((5120, 64, 64, 4, 4, 0, 2), (_ANY_OUTS, 64, 64, 4, 3, 1, 3)),
-        64: ((_ANY_OUTS, 64, 64, 4, 3, 1, 2),),
-        128: ((_ANY_OUTS, 64, 64, 8, 3, 1, 2),),
+        32: (
+            (5120, 64, 128, 4, 3, 0, 1),
+            (25600, 64, 64, 4, 3, 1, 3),
+            (_ANY_OUTS, 128, 64, 4, 3, 1, 1),
+        ),
+        64: ((5120, 64, 64, 4, 3, 1, 2), (8192, 64, 128, 4, 3, 1, 1), (_ANY_OUTS, 64, 64, 4, 3, 1, 2)),
+        128: ((_ANY_OUTS, 128, 64, 8, 3, 0, 1),),
     },
 }  # fmt: skip
 # Up to so many inputs, programs do not share a tile, and weights of 16 bits with 16 rows use their own table.
