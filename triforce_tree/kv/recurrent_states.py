@@ -32,7 +32,6 @@ class RecurrentStates:
         convolutions: ``[B, channels, columns]`` of each convolution.
         recurrences: ``[B, H, V, K]`` of each recurrence.
         lengths: tokens of each sequence that they hold; None where the host does not know.
-        proposed: the last pass over proposed tokens that was called, not replayed as a CUDA graph.
     """
 
     def __init__(self, shapes: StateShapes, batch: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -45,7 +44,6 @@ class RecurrentStates:
         ]
         self.ones = torch.ones(batch, dtype=torch.int64, device=device)
         self.lengths: list[int | None] = [None] * batch
-        self.proposed: ProposedPass | TreePass | None = None
 
     def like(self) -> "RecurrentStates":
         """Returns other states of the same shapes, of sequences without tokens."""
@@ -60,11 +58,6 @@ class RecurrentStates:
         """Sets the state of a sequence without tokens."""
         for state in self.buffers:
             state[sequence] = 0
-
-    def commit(self, count: int) -> None:
-        """Applies the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
-        if self.proposed is not None:
-            self.proposed.commit(self.ones * count)
 
     def grown(self, counts: Sequence[int]) -> None:
         """Records how many tokens of each sequence a pass committed; 0 for one that has ended.
@@ -148,7 +141,6 @@ class ProposedPass:
         self._scans: dict[int, ScanInputs] = {}
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
-        self._states.proposed = self
         self._inputs[number] = new.clone()
         return torch.cat([self._states.convolutions[number], new], 2)
 
@@ -208,7 +200,6 @@ class TreePass:
         self._paths = ordered.masked_fill(ordered == ancestors.shape[2], -1)
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
-        self._states.proposed = self
         if number not in self._inputs:
             self._inputs[number] = new.new_zeros(*new.shape[:2], self._nodes)
         self._inputs[number][:, :, self._new] = new
@@ -236,11 +227,6 @@ class TreePass:
         state = self._states.recurrences[number]
         linear_recurrence(state, own.q, own.k, own.v, own.decay, own.rates, own.beta, None, out, self._paths)
         return out
-
-    def commit(self, counts: Tensor) -> None:
-        """Applies the first ``counts`` nodes, int64 ``[B]``, which must be on one path."""
-        numbers = torch.arange(self._nodes, device=counts.device).expand(len(counts), -1)
-        self.accept(torch.where(numbers < counts[:, None], numbers, -1))
 
     def accept(self, path: Tensor) -> None:
         """Applies the nodes of ``path``, int64 ``[B, R]``, to the states; -1 follows the last node."""
