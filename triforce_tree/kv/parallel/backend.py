@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend
 from triforce_tree.kv.parallel.store import SequenceSplit, SplitStore
-from triforce_tree.kv.parallel.views import SplitPromptCache, SplitRetrievalView, SplitView, share_of
+from triforce_tree.kv.parallel.views import SplitPromptCache, SplitRetrievalView, SplitView
 from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 
@@ -27,14 +27,8 @@ class SplitBackend(KVBackend):
 
     def __init__(self, spec: CacheSpec, split: SequenceSplit) -> None:
         super().__init__(spec)
-        retrieval, target = spec.config.retrieval, spec.target
-        least = share_of(retrieval, split.group.size).budget if spec.levels == 3 else 0
-        self.slots = SplitStore(
-            target.kv_layers, spec.batch, spec.max_seq_len, spec.scratch, retrieval.chunk, least, split,
-            target.device, target.dtype,
-        )  # fmt: skip
+        self.slots = SplitStore(spec, split)
         self.store = self.slots.whole
-        self.slots.part.attention = self.slots.whole.attention = spec.attention
         self.retrieval = spec.retrieval(SplitRetrievalView, self.slots)
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SplitView:
@@ -53,5 +47,6 @@ class SplitBackend(KVBackend):
         if any(self.cached.held):
             # Slots of a rank are not those of the positions.
             self.store.initialise([None] * self.batch)
-        with super().trial(length, count), self.slots.saved(length, count):
+        own = self.slots.split.count(length)
+        with super().trial(length, count), self.slots.part.saved(own, count):
             yield

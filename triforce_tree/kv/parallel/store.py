@@ -6,14 +6,13 @@ exact over any division of the keys, since partial results merge by their log-su
 2408.04093).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, RetrievalConfig
+from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -88,56 +87,45 @@ class SplitStore:
     """Stores K and V of B sequences, split over the ranks of a context group.
 
     Args:
-        layers: what each layer keeps; None for a layer without attention.
-        batch: B.
-        max_seq_len: most tokens of a sequence.
-        scratch: most slots after the committed ones that forwards write; each rank has as many.
-        page: slots of the unit that tables refer to, which ``split.block`` is a multiple of.
-        least: fewest slots of ``part``.
+        spec: what the slots of all ranks together are needed for. Each rank has as many scratch slots, and
+            ``split.block`` is whole chunks of the retrieval, which are the pages.
         split: this rank's positions.
 
     Attributes:
-        part: this rank's positions, in layers without a window. Slots count these alone.
+        part: this rank's positions, in layers that see all of them. Slots count these alone.
         whole: all positions, in layers with a window, which are small; its slots are positions.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KVShape | None],
-        batch: int,
-        max_seq_len: int,
-        scratch: int,
-        page: int,
-        least: int,
-        split: SequenceSplit,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, spec: CacheSpec, split: SequenceSplit) -> None:
         self.split = split
-        full = [shape is not None and _sees_all(shape, max_seq_len) for shape in layers]
-        parts = [
-            replace(shape, window=None, chunked=False) if shape is not None and own else None
-            for shape, own in zip(layers, full, strict=True)
-        ]
-        others = [None if own else shape for shape, own in zip(layers, full, strict=True)]
-        slots = max(split.most(max_seq_len) + scratch, least)
-        self.part = KVStore(parts, batch, slots, device, dtype, page)
-        self.whole = KVStore(others, batch, max_seq_len + scratch, device, dtype, page, scratch)
-        self._parts = frozenset(layer for layer, own in enumerate(full) if own)
+        target, retrieval, length = spec.target, spec.config.retrieval, spec.max_seq_len
+        parts: list[KVShape | None] = []
+        others: list[KVShape | None] = []
+        for shape in target.kv_layers:
+            if shape is None or (shape.window is not None and shape.window < length):
+                parts.append(None)
+                others.append(shape)
+            else:
+                parts.append(replace(shape, window=None, chunked=False))
+                others.append(None)
+        least = share_of(retrieval, split.group.size).budget if spec.levels == 3 else 0
+        slots = max(split.most(length) + spec.scratch, least)
+        where = target.device, target.dtype, retrieval.chunk
+        self.part = KVStore(parts, spec.batch, slots, *where)
+        self.whole = KVStore(others, spec.batch, length + spec.scratch, *where, spec.scratch)
+        self.part.attention = self.whole.attention = spec.attention
 
     def splits(self, layer: int) -> bool:
         """Returns whether the slots of a layer are split over the ranks."""
-        return layer in self._parts
-
-    @contextmanager
-    def saved(self, start: int, count: int) -> Iterator[None]:
-        """Restores ``count`` slots of ``part`` after ``start`` tokens at the end of the context."""
-        with self.part.saved(self.split.count(start), count):
-            yield
+        return layer in self.part.layers
 
 
-def _sees_all(shape: KVShape, max_seq_len: int) -> bool:
-    return shape.window is None or shape.window >= max_seq_len
+def share_of(config: RetrievalConfig, ranks: int) -> RetrievalConfig:
+    """Returns the retrieval settings of one rank: its share of the tokens, rounded up to whole chunks."""
+    chunk = config.chunk
+    recent = -(-config.recent // (ranks * chunk)) * chunk
+    selected = -(-(config.budget - config.recent) // (ranks * chunk)) * chunk
+    return replace(config, recent=recent, budget=recent + selected)
 
 
 def split_of(target: HFModel, config: HierarchyConfig) -> SequenceSplit | None:

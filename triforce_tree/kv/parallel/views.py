@@ -14,7 +14,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisib
 from triforce_tree.kernels.attention.prefill import attention_states
 from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.ranks import merged_over_ranks
-from triforce_tree.kv.parallel.store import SequenceSplit, SplitStore
+from triforce_tree.kv.parallel.store import SequenceSplit, SplitStore, share_of
 from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
@@ -213,11 +213,3 @@ class SplitPromptCache(PromptCache):
             outs, lses = (torch.stack(some) for some in zip(*seen, strict=True))
             out, lse = merge_states(outs, lses)
         return merged_over_ranks(out, lse, split.group).transpose(1, 2)
-
-
-def share_of(config: RetrievalConfig, ranks: int) -> RetrievalConfig:
-    """Returns the retrieval settings of one rank: its share of the tokens, rounded up to whole chunks."""
-    chunk = config.chunk
-    recent = -(-config.recent // (ranks * chunk)) * chunk
-    selected = -(-(config.budget - config.recent) // (ranks * chunk)) * chunk
-    return replace(config, recent=recent, budget=recent + selected)
