@@ -134,6 +134,8 @@ class SplitRetrievalView(SplitView):
         refreshing: see :class:`RetrievalView`.
     """
 
+    _part: _PartRetrievalView
+
     def __init__(
         self,
         store: SplitStore,
@@ -143,28 +145,27 @@ class SplitRetrievalView(SplitView):
         depths: Sequence[int] | None = None,
     ) -> None:
         self.config, self.refreshing = share_of(config, store.split.group.size), False
-        self._retrieval = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
-        self._take(store, self._retrieval, queries, None, depths)
+        part = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
+        self._take(store, part, queries, None, depths)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        self._retrieval.refreshing = self.refreshing
+        self._part.refreshing = self.refreshing
         super().begin(start, mask_words)
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """See :class:`RetrievalView`."""
-        self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
+        self._part.refresh(self._split.counts(root), self._split.counts(committed))
 
     def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns this view for another number of new tokens, see :class:`PagedRetrievalView`."""
         other = copy.copy(self)
-        other._retrieval = self._retrieval.resized(queries, depths)
-        other._take(self._slots, other._retrieval, queries, None, depths)
+        other._take(self._slots, self._part.resized(queries, depths), queries, None, depths)
         return other
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recomputes the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
         chunk = self.config.chunk
-        self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
+        self._part.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
 
 
 class SplitPromptCache(PromptCache):
