@@ -21,14 +21,14 @@ class LayerReader:
 
     def __init__(self, store: KVStore, layer: int, heads: int, queries: int) -> None:
         slots, batch = store.layers[layer], store.batch
-        self._window, self._batch, self._queries = slots.window, batch, queries
+        self._window, self._queries = slots.window, queries
         shape = slots.group.shape.heads
         own = Heads(heads, shape.kv, shape.dim, shape.value_dim)
         # The newest slot is a tail that all queries see.
         masks = [torch.ones(queries, 1, dtype=torch.bool, device="cpu")] * batch
         plan = plan_trees(own, masks, [0] * batch, device=store.device)
         self._lengths, self._mask = plan.lengths, plan.mask
-        self._attention = store.attention.trees(replace(plan), store.dtype, slots.kv[0].dtype)
+        self._attention = store.attention.trees(plan, store.dtype, slots.kv[0].dtype)
         self._kv = slots.stored()
         self._first: FirstVisible | None = None
         if self._window is not None:
