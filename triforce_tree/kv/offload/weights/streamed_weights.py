@@ -272,10 +272,10 @@ def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
             "give the checkpoint of 16 bits"
         )
     layers = decoder_layers(model)
-    found: list[dict[int, tuple[str, Tensor]]] = []
-    for layer in layers:
-        linears = [(n, m.weight) for n, m in layer.named_modules() if type(m) is nn.Linear]
-        found.append({id(weight): (name, weight) for name, weight in linears})
+    found: list[dict[int, Tensor]] = [
+        {id(module.weight): module.weight for module in layer.modules() if type(module) is nn.Linear}
+        for layer in layers
+    ]
     if not all(found):
         raise ValueError(
             f"{name} has a decoder layer without a plain nn.Linear and cannot be streamed; {_WHOLE}"
@@ -284,4 +284,4 @@ def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
     experts = [id(weight) for module in expert_modules(layers) for weight in fused_weights(module)]
     if any(uses[key] > 1 for own in [*found, experts] for key in own):
         raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed; {_WHOLE}")
-    return [[weight for _, weight in own.values()] for own in found]
+    return [[*own.values()] for own in found]
