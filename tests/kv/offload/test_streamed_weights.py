@@ -18,7 +18,7 @@ from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
-from triforce_tree.kv.backend import PromptRun
+from triforce_tree.kv.backend import CacheSpec, PromptRun
 from triforce_tree.kv.offload import pinned
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -101,7 +101,8 @@ def program_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-
 
 def target_logits(model: HFModel, width: int = 7) -> Tensor:
     """Returns logits of the last tokens, from a layerwise prefill and one pass of the target."""
-    cache = OffloadedCache(model, 1, 160, 0, 40, 0, 0, 0, Offload(0, PIECE, 2))
+    spec = CacheSpec(model, HierarchyConfig.from_options(**SMALL), 1, 160, 1)
+    cache = OffloadedCache(spec, Offload(0, PIECE, 2))
     step = StepModel(few_row_copy(model.model))
     with model.active():
         prefill_offloaded(cache, [PROMPT[: 1 - width]], 16, [0], PromptRun())

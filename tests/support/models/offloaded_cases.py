@@ -11,7 +11,7 @@ from tests.support.models.program_cases import SMALL
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
-from triforce_tree.kv.backend import PromptRun
+from triforce_tree.kv.backend import CacheSpec, PromptRun
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layerwise_prefill import prefill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -64,7 +64,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     """Returns logits of the last ``width`` tokens, from an offloaded cache and from one on the device."""
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
-    cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, 0, split)
+    cache = OffloadedCache(CacheSpec(target, HierarchyConfig.from_options(**SMALL), 1, 160, 1), split)
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         prefill_offloaded(cache, [prompt[: len(prompt) + 1 - width]], 16, [0], PromptRun())

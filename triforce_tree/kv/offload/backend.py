@@ -40,24 +40,16 @@ class OffloadedBackend(KVBackend):
 
     def __init__(self, spec: CacheSpec, settings: Offload, pinned: Callable[[int], None] | None) -> None:
         super().__init__(spec)
-        target, retrieval = spec.target, spec.config.retrieval
         if spec.config.kv_bits != 16:
             raise ValueError(f"kv_bits={spec.config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         self._gathered: GatheredRetrievalView | None = None
-        recent = slots = page = 0
-        if spec.levels == 3:
-            recent, page = retrieval.recent, retrieval.chunk
-            slots = (retrieval.budget - recent) // page * page
-        self.cache = OffloadedCache(
-            target, spec.batch, spec.max_seq_len, recent, spec.scratch, slots, page,
-            retrieval.columns(target.heads.dim), settings, pinned,
-        )  # fmt: skip
+        self.cache = OffloadedCache(spec, settings, pinned)
         self.store, self.unit = self.cache.rings, self.cache.host.unit
         self.least_prompt = least_prompt(spec.config, spec.levels, offloaded=True)
         if spec.levels == 3:
             shape = tree_shapes(spec.config)[0]
             self.retrieval = self._gathered = GatheredRetrievalView(
-                self.cache, shape.nodes, retrieval, shape.depths
+                self.cache, shape.nodes, spec.config.retrieval, shape.depths
             )
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> StreamedView:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.step.kv_slots import key_moments
+from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.offload.host_attention import HostAttention, check_host_attention
 from triforce_tree.kv.offload.host_store import HostStore, Offload, eviction_block, window_slots
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
 
 
@@ -32,18 +32,15 @@ class OffloadedCache:
     device.
 
     Args:
-        model: the target.
-        batch: sequences.
-        max_seq_len: most tokens of one.
-        recent: tokens before the root that always stay in the window.
-        scratch_slots: slots after the committed ones that forwards may write.
-        slots: KV slots for gathered chunks, in front of the window in the same memory.
-        chunk: tokens of a chunk of the retrieval, whose mean keys are kept; 0 without a retrieval.
-        columns: the columns of ``means``; see ``RetrievalConfig.columns``.
+        spec: what the slots are needed for.
         settings: how the cache is split.
         progress: called with bytes of host memory as they are allocated.
 
     Attributes:
+        model: the target.
+        recent: tokens before the root that always stay in the window.
+        slots: KV slots for gathered chunks, in front of the window in the same memory.
+        chunk: tokens of a chunk of the retrieval, whose mean keys are kept; 0 without a retrieval.
         host_layers: for each layer of the model, its layer of the host store; None for a layer with a window
             or without attention.
         rings: keys and values of the layers with a window.
@@ -63,29 +60,25 @@ class OffloadedCache:
     """
 
     def __init__(
-        self,
-        model: HFModel,
-        batch: int,
-        max_seq_len: int,
-        recent: int,
-        scratch_slots: int,
-        slots: int,
-        chunk: int,
-        columns: int,
-        settings: Offload,
-        progress: Callable[[int], None] | None = None,
+        self, spec: CacheSpec, settings: Offload, progress: Callable[[int], None] | None = None
     ) -> None:
-        self.model, self.recent, self.chunk = model, recent, chunk
-        device, dtype = model.device, model.dtype
-        heads = one_shape(model)
-        whole, windowed = _by_window(model.kv_layers)
+        self.model = model = spec.target
+        batch, max_seq_len, self.scratch_slots = spec.batch, spec.max_seq_len, spec.scratch
+        device, dtype, retrieval = model.device, model.dtype, spec.config.retrieval
+        self.recent = self.slots = self.chunk = 0
+        if spec.levels == 3:
+            self.recent, self.chunk = retrieval.recent, retrieval.chunk
+            self.slots = (retrieval.budget - self.recent) // self.chunk * self.chunk
+        heads, shapes = one_shape(model), model.kv_layers
+        whole = [None if shape is None or shape.window is not None else shape for shape in shapes]
+        windowed = [None if shape is None or shape.window is None else shape for shape in shapes]
         offloaded = [layer for layer, shape in enumerate(whole) if shape is not None]
         self.host_layers = [
             offloaded.index(layer) if layer in offloaded else None for layer in range(len(whole))
         ]
         layers = len(offloaded)
         self.rings = KVStore(
-            windowed, batch, max_seq_len + scratch_slots, device, dtype, scratch=scratch_slots
+            windowed, batch, max_seq_len + self.scratch_slots, device, dtype, scratch=self.scratch_slots
         )
         self.settings = settings
         self.attention: HostAttention | None = None
@@ -93,21 +86,20 @@ class OffloadedCache:
             check_host_attention(model)
             self.attention = HostAttention(heads, device, dtype, layers * batch)
         self.host = HostStore(
-            layers, batch, heads, max_seq_len, device, dtype, max(1, chunk), settings, progress
+            layers, batch, heads, max_seq_len, device, dtype, max(1, self.chunk), settings, progress
         )
         self.eviction_block = eviction_block(self.host.unit)
-        self.slots, self.scratch_slots = slots, scratch_slots
         # During prefill this memory is free for the keys and values of one layer, or for hidden states.
         one_layer = self.host.slots * self.host.slot_bytes // dtype.itemsize
         least = 0 if self.host.last_resident or not layers else one_layer
-        total = slots + window_slots(recent, self.host.unit, scratch_slots)
+        total = self.slots + window_slots(self.recent, self.host.unit, self.scratch_slots)
         self.store = KVStore(whole, batch, total, device, dtype, min_elements=least)
-        self.window = self.store.without_first(slots)
+        self.window = self.store.without_first(self.slots)
         self.base = torch.zeros(batch, dtype=torch.int64, device=device)
         self.lengths = [0] * batch
         self.means: Tensor | None = None
-        if chunk:
-            count = self.host.slots // chunk
+        if self.chunk:
+            count, columns = self.host.slots // self.chunk, retrieval.columns(model.heads.dim)
             self.means = torch.zeros(layers, batch, heads.kv, count, columns, device=device, dtype=dtype)
 
     def share(self, queries: int) -> float:
@@ -237,14 +229,6 @@ class OffloadedCache:
         if self.attention is not None:
             self.attention.close()
         self.host.close()
-
-
-def _by_window(
-    shapes: Sequence[KVShape | None],
-) -> tuple[list[KVShape | None], list[KVShape | None]]:
-    """Returns the layers without a window and those with one, each list with None for the other layers."""
-    whole = [None if shape is None or shape.window is not None else shape for shape in shapes]
-    return whole, [None if shape is None or shape.window is None else shape for shape in shapes]
 
 
 def one_shape(model: HFModel) -> Heads:
