@@ -13,7 +13,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.backend import CacheSpec, PromptRun
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.layerwise_prefill import prefill_by_layers
+from triforce_tree.kv.offload.layerwise_prefill import DeviceStates, prefill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_prefill import prefill_offloaded
 from triforce_tree.kv.offload.views import StreamedView
@@ -68,7 +68,8 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         prefill_offloaded(cache, [prompt[: len(prompt) + 1 - width]], 16, [0], PromptRun())
-        prefill_by_layers(target, prompt[:-width], 16, _StoreSink(store, target))
+        sink = _StoreSink(store, target)
+        prefill_by_layers(target, prompt[:-width], 16, sink, None, None, DeviceStates())
     mask = torch.ones(width, width, dtype=torch.bool).tril()
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
@@ -81,6 +82,8 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
 
 class _StoreSink:
     """A layerwise prefill into a store on the device."""
+
+    start = 0
 
     def __init__(self, store: KVStore, model: HFModel) -> None:
         self.store, self.heads = store, model.heads

@@ -7,8 +7,9 @@ for one layer's keys and values and for one hidden state a token, the latter on 
 lacks it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -17,44 +18,89 @@ from torch import Tensor, nn
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import PromptCache
+from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.models.running_forward import ChunkPass, running_forward
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
 
-class Sink(Protocol):
-    """Stores the keys and values of a prefill.
+class OffloadedPrefill:
+    """Stores the keys and values of one sequence's prefill layer by layer.
+
+    Each layer's are computed in the memory of gathered chunks and window, so the newest tokens are kept apart
+    until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
+
+    Args:
+        cache: the cache whose sequence ``b`` is prefilled.
+        start: the number of its tokens that are in the cache already.
+        with_means: tokens of whole chunks before this one have their chunk means already.
+        states: the states of recurrent layers, if there are any.
 
     Attributes:
-        host_layers: of each layer of the model, the index that the sink knows it by; None for one with a
-            window, and for one without attention.
+        host_layers: see :class:`OffloadedCache`.
     """
 
-    @property
-    def host_layers(self) -> Sequence[int | None]: ...
+    def __init__(
+        self,
+        cache: OffloadedCache,
+        b: int,
+        start: int,
+        with_means: int,
+        states: RecurrentStates | None,
+    ) -> None:
+        self.cache, self.b, self.start, self._states = cache, b, start, states
+        self.host_layers = cache.host_layers
+        self._first_mean = with_means // cache.chunk * cache.chunk if cache.chunk else 0
+        self._last: Tensor | None = None
+        if start and cache.host.last_resident:
+            # Every layer is computed in the last one's memory.
+            self._last = cache.host.on_device[-1][b][:start].to("cpu", copy=True)
+        newest = cache.lengths[b] - cache.host.base[b]
+        shape = (cache.host.layers, newest, cache.host.heads.row)
+        self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
 
     def rings(self) -> PromptCache:
         """Returns the cache of layers with a window, which has the states of recurrent layers."""
+        return PromptCache(self.cache.rings, self.b, self._states, self.start)
 
     def buffer(self, tokens: int) -> Tensor:
         """Returns memory ``[tokens, row]`` (``Heads.split``) that each layer without a window writes."""
+        if self.cache.host.last_resident:
+            return self.cache.host.on_device[-1][self.b][:tokens]
+        shape = (tokens, self.cache.host.heads.row)
+        return self.cache.store.memory[: prod(shape)].view(shape)
 
     def restore(self, layer: int, kv: Tensor) -> None:
-        """Fills ``kv``, the buffer's beginning, with what the cache holds of ``layer``."""
+        """Fills the buffer's beginning ``kv`` with what the cache holds of a layer."""
+        if self._last is not None and layer == self.cache.host.layers - 1:
+            kv.copy_(self._last)
+        else:
+            self.cache.host.copy_first(layer, self.b, kv)
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
-        """Reads ``kv``, the buffer from token ``start`` on, which holds a chunk of ``layer``.
-
-        Returns:
-            lets the computation wait until ``kv`` may be overwritten.
-        """
+        """Stores a chunk from token ``start`` on. The result must be called before ``kv`` is overwritten."""
+        count = max(0, min(self.cache.host.base[self.b] - start, kv.shape[0]))
+        return self.cache.host.write(layer, self.b, start, kv[:count]).wait
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
-        """Reads what is needed of the buffer, which holds all of ``layer``."""
+        """Keeps the chunk means and the newest tokens of a layer."""
+        base, first = self.cache.host.base[self.b], self._first_mean
+        if first < base:
+            self.cache.store_means(layer, self.b, first, kv[first:base])
+        self._newest[layer] = kv[base:]
+
+    def commit(self) -> None:
+        """Copies the newest tokens into the window."""
+        if self.cache.host.layers:
+            parts = self.cache.host.heads.split(self._newest)
+            for slots, part in zip(self.cache.window.kv, parts, strict=True):
+                slots[:, self.b, :, : part.shape[1]] = part.transpose(1, 2)
 
 
 class States(Protocol):
@@ -254,37 +300,34 @@ def prefill_by_layers(
     model: HFModel,
     tokens: list[int],
     chunk: int,
-    sink: Sink,
-    progress: Progress | None = None,
-    states: States | None = None,
-    first: int = 0,
-    features: Sequence[int] = (),
-    keep: Callable[[int, int, Tensor], None] | None = None,
+    sink: OffloadedPrefill,
+    progress: Progress | None,
+    features: Features | None,
+    states: States,
 ) -> None:
-    """Computes keys and values of ``tokens`` in all layers, into ``sink``.
+    """Computes keys and values of ``tokens`` in all layers, into ``sink``, which has the first ones already.
 
     Args:
         model: inside its ``active()``.
         chunk: tokens at once.
         progress: called with numbers of tokens that add up to all; every layer counts alike.
-        states: where hidden states are kept; by default on the device.
-        first: tokens whose keys and values ``sink`` has already; only those after them are computed.
-        features: which hidden states a drafter reads, see ``keep_hidden``.
-        keep: called with an element of ``features``, the position of a chunk, and its states ``[1, T, H]``.
+        features: where hidden states are kept for the drafter, if it reads any.
+        states: where hidden states are kept between two layers.
     """
     rings = sink.rings()  # clears the states of an earlier text, of a prompt of one token as well
     if not tokens:
         return
+    first = sink.start
     whole = any(index is not None for index in sink.host_layers)
     buffer = sink.buffer(len(tokens)) if whole else torch.empty(0, device="cpu")
     cache = _LayerKV(buffer, rings)
-    calls = _Calls(decoder_layers(model.running), states or DeviceStates(), model.layer_outputs)
+    calls = _Calls(decoder_layers(model.running), states, model.layer_outputs)
     starts = range(first, len(tokens), chunk)
     with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
             cache.length = start
             part = tokens[start : start + chunk]
-            model.forward(part, cache, last_only=True, whole=False, every_state=bool(features))
+            model.forward(part, cache, last_only=True, whole=False, every_state=features is not None)
     free: list[Callable[[], None]] = []
     reported = done = 0
     numbers = after = 0, 0
@@ -302,10 +345,11 @@ def prefill_by_layers(
                 hidden = calls.run(layer, number)
                 after = forward.convolutions, forward.recurrences
             stop = min(start + chunk, len(tokens))
-            if keep is not None and layer in features:
-                keep(layer, start, hidden)
-            if keep is not None and layer == model.layers - 1 and model.layers in features:
-                keep(model.layers, start, _normed(model, calls, tokens[start:stop], cache, hidden))
+            if features is not None and layer in features.layers:
+                features.feed(sink.b, start, {layer: hidden})
+            if features is not None and layer == model.layers - 1 and model.layers in features.layers:
+                normed = _normed(model, calls, tokens[start:stop], cache, hidden)
+                features.feed(sink.b, start, {model.layers: normed})
             if index is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))
             done += stop - start
