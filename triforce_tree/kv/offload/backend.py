@@ -110,13 +110,9 @@ class OffloadedBackend(KVBackend):
         if index is None:
             super().set_layer(layer, count, parts)
             return
-        host = cache.host
-        base = count // host.unit * host.unit
+        base = count // self.unit * self.unit
         for start, stop in self._blocks(base):
-            rows = torch.empty(stop - start, host.heads.row, device=host.device, dtype=cache.window.dtype)
-            for target, part in zip(host.heads.split(rows), parts, strict=True):
-                target.copy_(part[:, start:stop].transpose(0, 1))
-            host.write(index, 0, start, rows)
+            rows = cache.write(index, 0, start, [part[:, start:stop] for part in parts])
             cache.store_means(index, 0, start, rows)
         for slots, part in zip(cache.window.kv, parts, strict=True):
             slots[index, 0, :, : count - base] = part[:, base:].to(slots.device)
@@ -165,10 +161,7 @@ class OffloadedBackend(KVBackend):
             whole = max(first, min(stop, base))
             for layer in range(layers):
                 own = [part.to(host.device, non_blocking=True) for part in parts[layer : 2 * layers : layers]]
-                rows = torch.empty(whole - first, host.heads.row, device=host.device, dtype=own[0].dtype)
-                for target, part in zip(host.heads.split(rows), own, strict=True):
-                    target.copy_(part[:, : whole - first].transpose(0, 1))
-                host.write(layer, b, first, rows)
+                rows = cache.write(layer, b, first, [part[:, : whole - first] for part in own])
                 cache.store_means(layer, b, first, rows)
                 for slots, part in zip(cache.window.kv, own, strict=True) if stop > whole else ():
                     slots[layer, b, :, whole - base : stop - base] = part[:, whole - first :]

@@ -151,10 +151,21 @@ class OffloadedCache:
 
     def write_window(self, layer: int, b: int, count: int) -> Tensor:
         """Copies the window's first ``count`` slots to the host too, and returns them."""
-        rows = torch.empty(count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype)
-        for part, slots in zip(self.host.heads.split(rows), self.window.kv, strict=True):
-            part.copy_(slots[layer, b, :, :count].transpose(0, 1))
-        self.host.write(layer, b, self.host.base[b], rows)
+        return self.write(
+            layer, b, self.host.base[b], [slots[layer, b, :, :count] for slots in self.window.kv]
+        )
+
+    def write(self, layer: int, b: int, start: int, parts: Sequence[Tensor]) -> Tensor:
+        """Stores keys and values ``[H_kv, n, D]`` in the host store from slot ``start`` on.
+
+        Returns:
+            the same as rows ``[n, row]`` on the device.
+        """
+        host = self.host
+        rows = torch.empty(parts[0].shape[1], host.heads.row, device=host.device, dtype=self.window.dtype)
+        for target, part in zip(host.heads.split(rows), parts, strict=True):
+            target.copy_(part.transpose(0, 1))
+        host.write(layer, b, start, rows)
         return rows
 
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
