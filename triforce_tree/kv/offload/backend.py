@@ -35,6 +35,7 @@ class OffloadedBackend(KVBackend):
         HostMemoryError: host memory is short.
     """
 
+    retrieval: GatheredRetrievalView | None = None
     replaces = False
     fixed_passes = transfers = True
 
@@ -42,13 +43,12 @@ class OffloadedBackend(KVBackend):
         super().__init__(spec)
         if spec.config.kv_bits != 16:
             raise ValueError(f"kv_bits={spec.config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
-        self._gathered: GatheredRetrievalView | None = None
         self.cache = OffloadedCache(spec, settings, pinned)
         self.store, self.unit = self.cache.rings, self.cache.host.unit
         self.least_prompt = least_prompt(spec.config, spec.levels, offloaded=True)
         if spec.levels == 3:
             shape = tree_shapes(spec.config)[0]
-            self.retrieval = self._gathered = GatheredRetrievalView(
+            self.retrieval = GatheredRetrievalView(
                 self.cache, shape.nodes, spec.config.retrieval, shape.depths
             )
 
@@ -77,8 +77,8 @@ class OffloadedBackend(KVBackend):
 
     def begin(self, lengths: Sequence[int]) -> None:
         self.cache.set_lengths(lengths)
-        if self._gathered is not None:
-            self._gathered.fill()
+        if self.retrieval is not None:
+            self.retrieval.fill()
 
     def committed(self, counts: Sequence[int]) -> None:
         super().committed(counts)
