@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
-from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
+from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool, tail_of
 from triforce_tree.kv.pool.size import PoolSize, page_of
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.kv.pool.views import PooledRetrievalView, PooledView, SharingView
@@ -111,7 +111,7 @@ class PooledBackend(KVBackend):
 
     def _find(self, b: int, prompt: Sequence[int], features: Features | None) -> None:
         """Notes which tokens of a prompt are in its chunks; those of its own slots are not known."""
-        held, tail = self.pool.held(b), self.pool.tail(prompt)
+        held, tail = self.pool.held(b), tail_of(self.pool.tails, prompt)
         # Chunks after a tail begin at other positions than those of a prefill of this prompt alone.
         self.cached.copied(b, prompt, held, min(held, tail or held))
         self.cached.ends[b] = [held]

@@ -77,10 +77,6 @@ class PrefixPool:
         self.tails: Sequence[list[int]] = ()
         self.forget()
 
-    def tail(self, prompt: Sequence[int]) -> int:
-        """Returns the number of tokens of the longest of ``tails`` that a prompt begins with, or 0."""
-        return tail_of(self.tails, prompt)
-
     def chunks(self, prompt: Sequence[int]) -> Iterator[Chunk]:
         """Yields the chunks that a prompt begins with; its last token is the root of the first pass."""
         for start, stop in pairwise([0, *stops(prompt, self.unit, self.tails)]):
