@@ -275,7 +275,7 @@ class ContinuedWindow:
             return
         known = common_prefix(self._prompts[b], sequence, max(0, final))
         whole = max(0, final) // self._chunk * self._chunk
-        usable = [n for n in self._marks.lengths(b) if n <= known and (n % self._chunk == 0 or n == final)]
+        usable = [n for n, _ in self._marks.copies(b) if n <= known and (n % self._chunk == 0 or n == final)]
         at = max(usable, default=0)
         self._prompts[b] = list(sequence)
         self._marks.restore(b, at)

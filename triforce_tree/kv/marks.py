@@ -87,10 +87,6 @@ class Marks:
         count = min(len(self._copies), len(earlier._copies))
         self._copies[:count] = earlier._copies[:count]
 
-    def lengths(self, b: int) -> Sequence[int]:
-        """Returns the lengths of sequence b that there are copies of."""
-        return [length for length, _ in self._copies[b]]
-
     def copies(self, b: int) -> Sequence[tuple[int, list[Tensor]]]:
         """Returns the lengths of sequence b that there are copies of, and the copies."""
         return self._copies[b]
@@ -107,7 +103,7 @@ class Marks:
         """
         if self._sequences.continues(b, length):
             return length
-        return max((at for at in self.lengths(b) if at <= length and at % unit == 0), default=0)
+        return max((at for at, _ in self._copies[b] if at <= length and at % unit == 0), default=0)
 
     def restore(self, b: int, length: int) -> None:
         """Lets sequence b continue from a length that :meth:`start` found, and drops later copies."""
