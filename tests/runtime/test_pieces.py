@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import triforce_tree
-from triforce_tree.kv.offload import views
 from triforce_tree.runtime import executor as module
 from triforce_tree.runtime.executor import CapturedInPieces, Cuts, Step, executor
 
@@ -153,14 +152,11 @@ def test_pieces_compute_what_calls_do() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_offloaded_passes_in_pieces_emit_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, levels: int
-) -> None:
+def test_offloaded_passes_in_pieces_emit_the_same_tokens(levels: int) -> None:
     topic = "\n".join(f"Line {i} of a text about caches and trees." for i in range(2000))
     prompts = [topic[:length] for length in (9_000, 40_000, 9_000)]
     on_card = triforce_tree.load(device="cuda", dtype="float32", levels=levels)
     expected = [on_card.generate(prompt, max_new_tokens=64).sequences for prompt in prompts]
-    monkeypatch.setattr(views, "IN_PIECES", True)
     offloaded = triforce_tree.load(device="cuda", dtype="float32", levels=levels, offload=True)
     for prompt, tokens in zip(prompts, expected, strict=True):
         assert torch.equal(offloaded.generate(prompt, max_new_tokens=64).sequences, tokens)

@@ -31,9 +31,6 @@ from triforce_tree.runtime.executor import Cuts
 TOGETHER = 8
 """Most resident pieces of one attention call."""
 
-IN_PIECES = True
-"""Whether passes of the target are captured in pieces on a GPU, with equal results and less host time."""
-
 _SELECTED_SHARE = 0.25
 """Chunks that one refresh selects, as a share of the slots: with half, a refresh takes 1.4 times as long, and
 as much is accepted."""
@@ -97,7 +94,7 @@ class StreamedView(OffloadedView):
 
     A forward is captured in pieces on a GPU: graphs hold the layers with attention to the window and to the
     leading resident pieces, and what depends on the lengths in the host store is done between them. With
-    several ranks, or without ``IN_PIECES``, all of it is called directly.
+    several ranks all of it is called directly.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class StreamedView(OffloadedView):
         host = cache.host
         self.queries, self._share = queries, 0.0
         self._cuts = Cuts(self._resident_pieces)
-        self.capturable = self._cuts if IN_PIECES and distributed.world_size() == 1 else False
+        self.capturable = self._cuts if distributed.world_size() == 1 else False
         self._kept: dict[tuple[object, ...], Tensor] = {}
         most = max(1, min(TOGETHER, max(host.resident_slots, default=0) // host.piece))
         self._pieces = self.store.attention.pieces(
