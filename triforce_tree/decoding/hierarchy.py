@@ -354,7 +354,7 @@ class Hierarchy:
         one_shape(self.target)
         levels = self.levels(least, max_seq_len, plan.config)
         # The cache of a shorter prompt is small, and stays on the device.
-        return plan if least >= least_prompt(plan.config, levels, offloaded=True) else None
+        return plan if least >= least_prompt(plan.config, levels) else None
 
     def _new_plan(self, given: Collection[str], workload: Workload, outgrown: bool) -> MemoryPlan:
         """Measures the machine's free memory and returns a plan for it.

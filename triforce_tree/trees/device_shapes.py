@@ -139,9 +139,9 @@ def pass_limits(config: HierarchyConfig, levels: int) -> PassLimits:
     return PassLimits(depth, nodes, chain or depth, chain, tail)
 
 
-def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
-    """Returns the fewest tokens that a prompt must have for this number of levels."""
-    if levels < 3 or not offloaded:
+def least_prompt(config: HierarchyConfig, levels: int) -> int:
+    """Returns the fewest tokens that a prompt must have in an offloaded cache for this number of levels."""
+    if levels < 3:
         return 1
     # The retrieval cache is filled with KV slots older than the recent window, in multiples of unit_slots.
     return config.retrieval.budget + unit_slots(config.retrieval.chunk) + 1

@@ -45,7 +45,7 @@ class OffloadedBackend(KVBackend):
             raise ValueError(f"kv_bits={spec.config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         self.cache = OffloadedCache(spec, settings, pinned)
         self.store, self.unit = self.cache.rings, self.cache.host.unit
-        self.least_prompt = least_prompt(spec.config, spec.levels, offloaded=True)
+        self.least_prompt = least_prompt(spec.config, spec.levels)
         if spec.levels == 3:
             shape = tree_shapes(spec.config)[0]
             self.retrieval = GatheredRetrievalView(
