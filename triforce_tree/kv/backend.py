@@ -279,7 +279,7 @@ class KVBackend:
     # Texts that are kept in host memory
 
     @property
-    def layout(self) -> object:
+    def layout(self) -> list[object]:
         """Returns the format of :meth:`read`, by which backends of the same target are compared."""
         store = self.store
         return [

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -124,10 +123,10 @@ class OffloadedBackend(KVBackend):
             yield start, min(start + block, stop)
 
     @property
-    def layout(self) -> object:
+    def layout(self) -> list[object]:
         window = self.cache.window
         own = [(group.layers, group.shape, 16, window.dtype) for group in window.groups]
-        return [*own, *cast(list[object], super().layout)]
+        return [*own, *super().layout]
 
     def read(self, b: int, start: int, stop: int) -> list[Tensor]:
         """See :class:`KVBackend`; the layers whose windows are on the device come last."""
