@@ -81,30 +81,31 @@ def with_level_one(task: Task) -> Iterator[Task]:
     if not task.sizes.streamed:
         yield task
         return
-    bits: tuple[int, ...] = (config.weight_bits,)
-    if config.levels_for(prompt) == 3:
-        bits = _level_one_bits(task)
     chunks: list[int | None] = [config.prefill_chunk]
     if "prefill_chunk" not in task.given:
         # One that holds the prompt is enough.
         smaller = (*_STREAMED_CHUNKS[1:], 0)
         chunks = [chunk for chunk, less in zip(_STREAMED_CHUNKS, smaller, strict=True) if less < prompt]
-    for own, chunk in product(bits, chunks):
+    for own, chunk in product(_level_one_bits(task), chunks):
         yield task.with_options(retrieval_weight_bits=own, prefill_chunk=chunk)
 
 
-def _level_one_bits(task: Task) -> tuple[int, ...]:
-    """Returns the bits of the retrieval model's copy of streamed weights, in the order of preference."""
+def _level_one_bits(task: Task, budget: int | None = None) -> tuple[int, ...]:
+    """Returns the bits of level 1's weights to try, in the order of preference. There is a choice only for a
+    copy of streamed weights.
+
+    Args:
+        budget: None for that of the settings.
+    """
+    if not task.sizes.streamed or task.config.levels_for(task.workload.prompt, budget) < 3:
+        return (task.config.weight_bits,)
     bits = (task.config.weight_bits,) if "retrieval_weight_bits" in task.given else (8, 4)
     check_level_one(bits[0])
     return bits
 
 
 def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Task, Offload]]:
-    bits: tuple[int, ...] = (task.config.weight_bits,)
-    if task.sizes.streamed and task.config.levels_for(task.workload.prompt, budget) == 3:
-        bits = _level_one_bits(task)
-    for own, (split, prefill_chunk, count) in product(bits, _splits()):
+    for own, (split, prefill_chunk, count) in product(_level_one_bits(task, budget), _splits()):
         if "prefill_chunk" not in task.given:
             task = task.with_options(prefill_chunk=prefill_chunk)
         for chunk in chunks[:count]:
