@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from triforce_tree.kv.offload.weights.streamed_weights import SLOTS
 from triforce_tree.planning import memory_map
-from triforce_tree.planning.memory_choices import first_fitting, with_level_one
+from triforce_tree.planning.memory_choices import first_fitting, first_on_device
 from triforce_tree.planning.memory_layout import MemoryPlan, Task, gib
 from triforce_tree.planning.memory_map import GIB, Sizes
 
@@ -143,13 +143,8 @@ class _Advice:
 
 
 def _fits(task: Task) -> bool:
-    if task.config.offloads == "auto" and not task.sizes.streamed and task.on_device().fits_device:
-        return True
     try:
-        by_experts = task.config.offloads == "auto" and task.sizes.streams_experts_only
-        if by_experts and any(choice.on_device().fits for choice in with_level_one(task)):
-            return True
-        return first_fitting(task)[0] is not None
+        return first_on_device(task) is not None or first_fitting(task)[0] is not None
     except ValueError:
         # retrieval_weight_bits=16 was given, and does not work with streamed weights.
         return False

@@ -71,23 +71,29 @@ def _choices(task: Task) -> Iterator[tuple[Task, Offload]]:
         yield from _of_budget(task.with_options(levels=2), budgets[-1], chunks[:1])
 
 
-def with_level_one(task: Task) -> Iterator[Task]:
-    """For a KV cache on the device, yields the task with each choice of prefill chunk and of level 1's bits.
+def first_on_device(task: Task) -> MemoryPlan | None:
+    """Returns the first plan that fits with the KV cache on the device; None if none fits, or if the cache
+    must not stay there.
 
-    Every prefill chunk goes through all layers, and is routed to nearly all experts, which cross the bus.
-    With streamed experts, the chunks are therefore as large as fit.
+    With streamed experts, the choices are the prefill chunk and the bits of level 1.
+
+    Raises:
+        ValueError: the retrieval model would run on streamed weights.
     """
-    config, prompt = task.config, task.workload.prompt
-    if not task.sizes.streamed:
-        yield task
-        return
+    config, sizes, prompt = task.config, task.sizes, task.workload.prompt
+    if config.offloads != "auto" or (sizes.streamed and not sizes.streams_experts_only):
+        return None
     chunks: list[int | None] = [config.prefill_chunk]
-    if "prefill_chunk" not in task.given:
-        # One that holds the prompt is enough.
+    if sizes.streamed and "prefill_chunk" not in task.given:
+        # Every chunk goes through all layers, and is routed to nearly all experts, which cross the bus. So
+        # chunks are as large as fit, and one that holds the prompt is enough.
         smaller = (*_STREAMED_CHUNKS[1:], 0)
         chunks = [chunk for chunk, less in zip(_STREAMED_CHUNKS, smaller, strict=True) if less < prompt]
-    for own, chunk in product(_level_one_bits(task), chunks):
-        yield task.with_options(retrieval_weight_bits=own, prefill_chunk=chunk)
+    for bits, chunk in product(_level_one_bits(task), chunks):
+        plan = task.with_options(retrieval_weight_bits=bits, prefill_chunk=chunk).on_device()
+        if plan.fits:
+            return plan
+    return None
 
 
 def _level_one_bits(task: Task, budget: int | None = None) -> tuple[int, ...]:

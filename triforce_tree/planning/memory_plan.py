@@ -20,7 +20,7 @@ from collections.abc import Collection
 
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.planning.memory_advice import refusal
-from triforce_tree.planning.memory_choices import first_fitting, with_level_one
+from triforce_tree.planning.memory_choices import first_fitting, first_on_device
 from triforce_tree.planning.memory_layout import MemoryPlan, Task, Workload, gib
 from triforce_tree.planning.memory_map import Machine, Sizes
 
@@ -53,11 +53,8 @@ def plan(
         config = config.changed({"retrieval_weight_bits": 16})
         given = frozenset(given) - {"retrieval_weight_bits"}
     task = Task(sizes, machine, config, given, workload)
-    if config.offloads == "auto" and (not sizes.streamed or sizes.streams_experts_only):
-        for choice in with_level_one(task):
-            resident = choice.on_device()
-            if resident.fits:
-                return resident
+    if (resident := first_on_device(task)) is not None:
+        return resident
     if config.kv_bits != 16:
         raise DoesNotFitError(
             f"kv_bits={config.kv_bits} keeps the cache of {workload.max_seq_len:,} tokens on the device, "
