@@ -218,8 +218,8 @@ def resolve(
         if grouped:
             chosen["runner_ups"] = False
         if free >= _RETRIEVAL_NAMES:
-            _, budget, chunk = retrieval_step(prompt, facts.group)
-            chosen |= {"budget": budget, "chunk": chunk}
+            steps = _GROUPED_RETRIEVAL if grouped else _RETRIEVAL
+            _, chosen["budget"], chosen["chunk"] = next(step for step in steps if prompt >= step[0])
     elif free >= _RETRIEVAL_NAMES:
         chosen |= retrieval_size(facts.read(config, batch), prompt, config.gamma)
     if facts.gpu and facts.grows_trees and not config.offloads:
@@ -228,14 +228,6 @@ def resolve(
         tokens = 1 + values["gamma"] * (1 if values["runner_ups"] is False else 2) + tail
         chosen["tail_tree"] = tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS
     return config.changed({name: value for name, value in chosen.items() if name in free})
-
-
-def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
-    """Returns (least prompt, budget, chunk) of a GPU for prompts of so many tokens; ``group`` is query heads
-    per KV head.
-    """
-    steps = _GROUPED_RETRIEVAL if group >= _GROUPED else _RETRIEVAL
-    return next(step for step in steps if prompt >= step[0])
 
 
 def gains_from_few_bits(target: HFModel) -> bool:
