@@ -89,8 +89,8 @@ class Gemma4Assistant(GrowingDrafter):
                 tokens = growth.ids[depth - 1]
                 parents = (tree.parents[:, nodes] - growth.frontiers[depth - 1].start).clamp_min(0)
                 hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
-            attend = partial(_attended, self._readers[nodes.stop - nodes.start])
-            logits, hidden = self._network(self._embed(tokens), hidden, ends, attend)
+            readers = self._readers[nodes.stop - nodes.start]
+            logits, hidden = self._network(self._embed(tokens), hidden, ends, readers)
             growth.place(depth, broadcast_tensor(logits.contiguous()), state, tree, sampler)
 
     @torch.no_grad()
@@ -118,16 +118,12 @@ class Gemma4Assistant(GrowingDrafter):
         embedded = self._embed(torch.ones(1, 1, dtype=torch.int64, device=target.device))
         hidden = drawn(1, 1, network.backbone)
         ends = torch.tensor([_CHECKED], device=target.device)
-        ours = network(embedded, hidden, ends, attend)
+        ours = network(embedded, hidden, ends, {kind: partial(attend, kind) for kind in slots})
         theirs = network.reference(embedded, hidden, ends, slots)
         kept = ours[0] > ABSENT
         for one, other in ((ours[0][kept], theirs[0][kept]), (ours[1], theirs[1])):
             source = f"the assistant in {str(self.folder)!r} computes numbers"
             check_equal(source, one, other, target.dtype, "transformers' own forward")
-
-
-def _attended(readers: Mapping[str, LayerReader], kind: str, q: Tensor, params: AttentionParams) -> Tensor:
-    return readers[kind](q, params)
 
 
 class _Network:
@@ -183,20 +179,21 @@ class _Network:
         embedded: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        attend: Callable[[str, Tensor, AttentionParams], Tensor],
+        readers: Mapping[str, Callable[[Tensor, AttentionParams], Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Returns the logits ``[B, T, V]`` and the next hidden states ``[B, T, H]`` of T nodes.
 
         Args:
             embedded, hidden: ``[B, T, H]``, embeddings of the target and hidden states.
             positions: int64 ``[B]``, of the roots.
-            attend: maps the kind of a layer and its queries ``[B, H_q, T, D]`` to ``[B, T, H_q, D_v]``.
+            readers: the attention of each kind of layer: maps queries ``[B, H_q, T, D]`` to
+                ``[B, T, H_q, D_v]``.
         """
         model, (batch, count, _) = self._model, embedded.shape
 
         def by_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             nodes = q[:, :, 0].unflatten(0, (batch, count)).transpose(1, 2)  # [B, H_q, T, D]
-            return attend(self._kinds[layer], nodes, params).flatten(0, 1)[:, None]
+            return readers[self._kinds[layer]](nodes, params).flatten(0, 1)[:, None]
 
         call: Attend = by_layer
         # The model gets each node as a sequence of one token. The keys and values are those of the target.
