@@ -261,17 +261,12 @@ class PairDrafter(RingDrafter):
         roots = self._advance(end, fresh, fresh >= 0, newest=True)
         for layer, (hidden, _) in enumerate(roots):
             self._hidden[layer, :, :1] = hidden
-        self._place(growth, 0, roots[0][1], state, tree, sampler)
-        for depth in range(1, len(growth.frontiers)):
-            normed = self._grow(growth, depth, end, tree)
-            self._place(growth, depth, normed, state, tree, sampler)
-
-    def _place(
-        self, growth: TreeGrowth, depth: int, normed: Tensor, state: SequenceState, tree: TokenTree,
-        sampler: Sampler,
-    ) -> None:  # fmt: skip
-        logits = broadcast_tensor(self.network.logits(normed).contiguous())
-        growth.place(depth, logits, state, tree, sampler)
+        normed = roots[0][1]
+        for depth in range(growth.depth):
+            if depth:
+                normed = self._grow(growth, depth, end, tree)
+            logits = broadcast_tensor(self.network.logits(normed).contiguous())
+            growth.place(depth, logits, state, tree, sampler)
 
     def _grow(self, growth: TreeGrowth, depth: int, end: Tensor, tree: TokenTree) -> Tensor:
         """Computes the F nodes at ``depth``, and returns what the logits of their children are computed from,
@@ -281,10 +276,12 @@ class PairDrafter(RingDrafter):
         parents = tree.parents[:, nodes, None].expand(-1, -1, network.size)
         # The position of a pair is that of its hidden state, one before its token.
         pairs = (end - 1 + depth).expand_as(tokens)
-        ancestors, normed = self._ancestors(tree, nodes), None
-        first = min(depth, network.layers - 1)
+        ancestors = unpack_mask(tree.mask_words[:, nodes])[:, :, : nodes.stop]
+        # The root is left out, since its pair is in the cache.
+        ancestors[:, :, 0] = False
+        normed, first = None, min(depth, network.layers - 1)
         # Layers that no deeper node reads are left out.
-        for layer in range(first, min(network.layers, len(growth.frontiers))):
+        for layer in range(first, min(network.layers, growth.depth)):
             source = layer if depth >= network.layers else layer - 1
             above = self._hidden[source].gather(1, parents)
             mask = torch.cat([self._visible(layer, pairs, follow=True), ancestors], 2)
@@ -343,10 +340,3 @@ class PairDrafter(RingDrafter):
         cos, sin = self._angles
         keys = rotated_one(self._raw_keys[layer], cos[positions], sin[positions])
         self._keys[layer, :, :, : self._nodes_at] = keys
-
-    def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
-        """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
-        ancestors = unpack_mask(tree.mask_words[:, nodes])[:, :, : nodes.stop]
-        # The root is left out, since its pair is in the cache.
-        ancestors[:, :, 0] = False
-        return ancestors
