@@ -5,7 +5,6 @@ that a window holds at the beginning of a pass end before these.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from triforce_tree.runtime.token_ids import id_tensor
 _COLUMNS = 16
 
 
-class DraftWindow(Protocol):
+class DraftWindow:
     """Keeps what a draft model has computed of B sequences.
 
     Attributes:
@@ -48,16 +47,18 @@ class DraftWindow(Protocol):
     config: StreamingConfig
     store: KVStore
     dropped: Tensor
-    drafted: DraftedStates | None
+    drafted: DraftedStates | None = None
 
     def take_over(self, earlier: "DraftWindow") -> None:
-        """Takes over what an earlier window of the same draft has copies of."""
+        """Takes over what an earlier window of the same draft has copies of; by default nothing."""
 
     def choose_rope(self, sequences: Sequence[Sequence[int]]) -> None:
         """Chooses the rotary frequencies for new sequences, if they depend on the length."""
+        raise NotImplementedError
 
     def start(self, b: int, sequence: Sequence[int]) -> None:
         """Begins a sequence at batch index b."""
+        raise NotImplementedError
 
     def extend(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         """Makes the windows ready for the trees of a pass.
@@ -66,12 +67,13 @@ class DraftWindow(Protocol):
             sequences: all committed tokens of each sequence; None for one that has ended.
             resumed: whether tokens were committed without a tree since the last call.
         """
+        raise NotImplementedError
 
     def begin_tree(self, state: SequenceState) -> None:
-        """Makes the window ready for a tree, on the device."""
+        """Makes the window ready for a tree, on the device; by default nothing, as trees share slots."""
 
 
-class RecomputedWindow:
+class RecomputedWindow(DraftWindow):
     """The window of a draft without recurrent layers, at positions counted within the cache (StreamingLLM).
 
     When it is full, the keys and values of its newer half are recomputed, which Xiao et al. (arXiv
@@ -99,7 +101,6 @@ class RecomputedWindow:
         state: SequenceState,
     ) -> None:
         self.config, self._model, self._rope = config, model, draft.length_rope
-        self.drafted: DraftedStates | None = None
         self._refeed, self._scratch = refeed, max(scratch, _COLUMNS)
         self.store = _store(draft, self.config, self._scratch, state)
         self.dropped = torch.zeros_like(state.length)
@@ -121,9 +122,6 @@ class RecomputedWindow:
         if capturable:
             compile_together(self._forward, device)
         self._run = executor([Step(self._forward, capturable)], device)
-
-    def take_over(self, earlier: DraftWindow) -> None:
-        """Has nothing to take over: a window is recomputed for each prompt."""
 
     def choose_rope(self, sequences: Sequence[Sequence[int]]) -> None:
         if self._rope is not None:
@@ -162,9 +160,6 @@ class RecomputedWindow:
             self._fed[b] = len(sequence)
         if pending:
             self._prefill_together(pending)
-
-    def begin_tree(self, state: SequenceState) -> None:
-        """Has nothing to do: a tree overwrites the slots of the last one."""
 
     def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
         """Writes the keys and values of ``tokens`` into the KV slots of sequence b from ``first`` on."""
@@ -205,7 +200,7 @@ class RecomputedWindow:
         self._model(tokens, first[:, None] + self._columns[: self._width], self._view, last=1)
 
 
-class ContinuedWindow:
+class ContinuedWindow(DraftWindow):
     """The window and the states of a draft with recurrent layers, which read the whole sequence.
 
     A prompt is read in chunks. Its keys are rotated by their positions in the sequence, so that a window
@@ -223,6 +218,8 @@ class ContinuedWindow:
         config: sinks and window, and the tokens of a chunk.
         draft, refeed, scratch, state: as for :class:`RecomputedWindow`.
     """
+
+    drafted: DraftedStates
 
     def __init__(
         self,
@@ -242,8 +239,7 @@ class ContinuedWindow:
         # Trial runs read slots that no prompt has written.
         self.store.initialise([0] * batch)
         self.states = RecurrentStates(draft.states, batch, draft.device, draft.dtype)
-        self._own = DraftedStates(self.states, refeed, state.max_draft_tokens)
-        self.drafted: DraftedStates | None = self._own
+        self.drafted = DraftedStates(self.states, refeed, state.max_draft_tokens)
         self.dropped = torch.zeros_like(state.length)
         # The number of first tokens that the states hold, negative for a padded sequence.
         self._held = torch.zeros_like(state.length)
@@ -317,10 +313,10 @@ class ContinuedWindow:
     def begin_tree(self, state: SequenceState) -> None:
         """Advances the states to the first of the tokens that the next forward processes."""
         # Without a provisional chain the states are those of a new pass.
-        committed = (state.length + 1 - self._refeed - self._held).clamp(0, self._own.room)
+        committed = (state.length + 1 - self._refeed - self._held).clamp(0, self.drafted.room)
         self._held += committed
         before = state.end + 1 - self._refeed - self._held
-        self._own.begin(committed, before.clamp(0, state.max_draft_tokens))
+        self.drafted.begin(committed, before.clamp(0, state.max_draft_tokens))
 
     # Copies for later prompts (the protocol ``Continued``)
 
