@@ -6,7 +6,7 @@ Importing this module does not import torch, so that wrong options are refused a
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from triforce_tree.drafters.registry import ASSISTANTS, FILES, format_of, trained_drafter
 from triforce_tree.loading.gguf_header import is_gguf
@@ -65,19 +65,15 @@ def own_drafter(
             drafter cannot be used.
         OSError: files of the drafter are missing.
     """
-    if names_trained(drafter):
-        if draft is not None:
-            raise ValueError(
-                f"drafter={str(drafter)!r} uses no draft model, and one was given; leave one out"
-            )
-        folder = trained_folder(drafter)  # type: ignore[arg-type]
-        return trained_drafter(folder, _of_trees(options))
     if drafter is None or drafter == "model":
         return None
     if draft is not None:
-        raise ValueError(f"drafter={drafter!r} uses no draft model, and one was given; leave one out")
+        named = str(drafter) if isinstance(drafter, Path) else drafter
+        raise ValueError(f"drafter={named!r} uses no draft model, and one was given; leave one out")
     if isinstance(drafter, str | Path):
-        return None
+        if not names_trained(drafter):
+            return None
+        return trained_drafter(trained_folder(drafter), _of_trees(options))
     from triforce_tree.drafters.base import check_members  # imports torch
 
     check_members(drafter)
@@ -141,12 +137,18 @@ def check_drafter_options(
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
+    if draft is not None or drafter == "mtp" or names_trained(drafter):
+        return
     own = None if isinstance(drafter, str | Path | None) else drafter
-    for name, value in options.items() if draft is None else ():
-        if drafter == "mtp" or names_trained(drafter):
-            continue
+    for name, value in options.items():
         if name == "tree" or (name == "other_trees" and (own is None or _of_trees({name: value})[name])):
-            _refuse_tree(name, value, drafter)
+            why = f"{name}={value!r} shapes a draft model's trees, but "
+            if own is None:
+                raise ValueError(
+                    f"{why}suffix matching proposes chains; give a draft model, or drafter='mtp' if the "
+                    "target has MTP layers, or leave it out"
+                )
+            raise ValueError(f"{why}drafter {own.name!r} has a tree of its own; change drafter.tree instead")
 
 
 def _of_trees(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,15 +158,3 @@ def _of_trees(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("other_trees") is None:
         return dict(options)
     return {**options, "other_trees": grown_alone(other_shapes(options["other_trees"]))}
-
-
-def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None") -> NoReturn:
-    if drafter is None or isinstance(drafter, str | Path):
-        raise ValueError(
-            f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; "
-            "give a draft model, or drafter='mtp' if the target has MTP layers, or leave it out"
-        )
-    raise ValueError(
-        f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
-        "change drafter.tree instead"
-    )
