@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers, listed_layers
 
@@ -63,8 +62,13 @@ class LayerSlice:
         if streamed is None:
             yield
             return
+
+        def copy_weights(layer: nn.Module, _: Any) -> None:
+            for weight in layer.parameters():
+                streamed.bring(weight)
+
         for i in self.layers:
-            stack[i].register_forward_pre_hook(_weight_copy(streamed))
+            stack[i].register_forward_pre_hook(copy_weights)
         # Streaming is paused: the hooks copy only the weights of the chosen layers to the device.
         with streamed.paused():
             yield
@@ -88,14 +92,6 @@ class LayerSlice:
             first.setdefault((kinds and kinds[index], how, parts, tuple(settings.items()), call.heads), index)
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
-
-
-def _weight_copy(streamed: Streamed) -> Callable[[nn.Module, Any], None]:
-    def copy_weights(layer: nn.Module, _: Any) -> None:
-        for weight in layer.parameters():
-            streamed.bring(weight)
-
-    return copy_weights
 
 
 def _pass_through(outputs: list[Any]) -> Callable[..., Any]:
