@@ -124,7 +124,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def check_sizes(content: dict[str, Any], source: str | Path) -> None:
     """Raises ValueError if a configuration has implausible sizes."""
     known = CONFIG_MAPPING[content["model_type"]].attribute_map
-    for part in _parts(content):
+    # The configuration and its sub-configurations.
+    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
         for size, most in _MOST.items():
             for name in sorted({size, known.get(size, size)}):
                 _check_size(name, part.get(name), most, source)
@@ -139,11 +140,6 @@ def _check_size(name: str, given: Any, most: int, source: str | Path) -> None:
                 f"{name}={value!r} in config.json of {str(source)!r} must be an integer from 1 to "
                 f"{most}; copy or download the file again"
             )
-
-
-def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a configuration and its sub-configurations."""
-    return [content, *(value for value in content.values() if isinstance(value, dict))]
 
 
 def _check_generation(folder: Path) -> None:
