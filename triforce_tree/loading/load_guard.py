@@ -238,8 +238,9 @@ class _Guard:
             if self.model.states is not None:
                 states = RecurrentStates(self.model.states, 1, self.device, self.model.dtype)
             cache = _GuardCache(store, prefix, chunks, gap, states)
+            # A ring buffer keeps the newest positions of the prefix.
             for layer, (k, v) in kv.items():
-                cache.fill(layer, k, v)
+                store.append(layer, 0, 0, k, v)
             for count in chunks:
                 part, tokens = tokens[:count], tokens[count:]
                 logits = self.model.forward(part, cache, last_only=bool(tokens), whole=False)
@@ -278,8 +279,8 @@ class _GuardCache(PromptCache):
     """The KV cache of our forwards. The last chunk is verified as a tree (a chain); the others are prefill.
 
     Args:
-        store: the KV slots of one sequence.
-        prefix: number of positions before the tokens, which :meth:`fill` writes.
+        store: the KV slots of one sequence, which hold the prefix.
+        prefix: number of positions before the tokens.
         chunks: number of tokens of each forward.
         gap: number that is added to the positions from the second chunk on.
         states: the states of recurrent layers, if there are any.
@@ -294,7 +295,7 @@ class _GuardCache(PromptCache):
         prefix: int,
         chunks: Sequence[int],
         gap: int,
-        states: RecurrentStates | None = None,
+        states: RecurrentStates | None,
     ) -> None:
         super().__init__(store, 0, states)
         self.length, self.queries = prefix, dict[int, Tensor]()
@@ -305,10 +306,6 @@ class _GuardCache(PromptCache):
             store, tail, mask=torch.ones(tail, tail, dtype=torch.bool, device="cpu").tril()
         )
         self._chain.begin(torch.tensor([self._last], device=store.device))
-
-    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes keys and values ``[1, H_kv, prefix, D]`` of the prefix. A ring buffer keeps the newest."""
-        self.store.append(layer, 0, 0, k, v)
 
     def positions(self, count: int) -> Tensor:
         positions = super().positions(count)
