@@ -182,10 +182,9 @@ class PassCosts:
             filled: see ``StageSeconds.of``.
             resumed: whether the drafter first has to process what plain passes have added.
         """
-        stages, first = self._stages[kind.shape], self._stages[0]
-        assert stages is not None, "passes take only trees whose costs are known"
-        assert first is not None
-        seconds = stages.of(kind, filled) + (first.prepare if resumed else 0.0)
+        seconds = self.stages(kind.shape).of(kind, filled)
+        if resumed:
+            seconds += self.stages(0).prepare
         if not self._follow:
             return seconds
         factors = self._known.factors
