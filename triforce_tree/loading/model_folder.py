@@ -281,7 +281,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def weight_names(folder: Path, main: str | None = None) -> list[str]:
+def weight_names(folder: Path, main: str | None) -> list[str]:
     """Returns the names of the weight files that transformers will load, which need not exist yet.
 
     Args:

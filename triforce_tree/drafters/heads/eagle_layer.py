@@ -191,7 +191,7 @@ class EagleLayer:
         hidden = hidden[:, hidden.shape[1] - outputs :]
         return self.finish(hidden, out, layer) if outputs else (hidden, hidden)
 
-    def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
+    def finish(self, hidden: Tensor, attended: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the hidden state for the next layer or depth and what ``logits`` reads, ``[B, T, H]`` each.
 
         Args:

@@ -34,9 +34,7 @@ class HeadWeights:
         ValueError: the file cannot be read, or holds more than tensors.
     """
 
-    def __init__(
-        self, folder: Path, names: Sequence[str], renamed: Callable[[str], str] = lambda name: name
-    ) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], renamed: Callable[[str], str]) -> None:
         self.folder = folder
         tensors = {renamed(name): tensor for name, tensor in _tensors(folder, names).items()}
         self.tensors, self._unused = tensors, set(tensors)
