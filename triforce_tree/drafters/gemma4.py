@@ -79,7 +79,7 @@ class Gemma4Assistant(GrowingDrafter):
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, ends = self._growths[tree.shape], state.end
-        growth.begin(state, tree)
+        tree.tokens[:, 0] = state.newest
         for readers in self._readers.values():
             for reader in readers.values():
                 reader.begin(ends)

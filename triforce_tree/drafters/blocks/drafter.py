@@ -186,7 +186,7 @@ class BlockDrafter(RingDrafter):
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
-        growth.begin(state, tree)
+        tree.tokens[:, 0] = state.newest
         fresh = self._newest(end, self._fresh)
         self._store(end, fresh, fresh >= 0)
         self._rotate_sinks(end)

@@ -49,10 +49,6 @@ class TreeGrowth:
             for d in range(self.depth)
         ]
 
-    def begin(self, state: SequenceState, tree: TokenTree) -> None:
-        """Writes the root."""
-        tree.tokens[:, 0] = state.newest
-
     def place(
         self, d: int, logits: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler,
         mask: Tensor | None = None, before: int = 0,

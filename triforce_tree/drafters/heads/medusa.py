@@ -108,5 +108,5 @@ class Medusa(GrowingDrafter):
         hidden = state.newest_features(self.features[0], 1)[:, 0]
         logits = broadcast_tensor(self.logits(hidden).contiguous())
         growth = self._growths[tree.shape]
-        growth.begin(state, tree)
+        tree.tokens[:, 0] = state.newest
         growth.place_all(logits.transpose(0, 1), state, tree, sampler)

@@ -256,7 +256,7 @@ class PairDrafter(RingDrafter):
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
-        growth.begin(state, tree)
+        tree.tokens[:, 0] = state.newest
         fresh = self._newest(end, self._fresh)
         roots = self._advance(end, fresh, fresh >= 0, newest=True)
         for layer, (hidden, _) in enumerate(roots):

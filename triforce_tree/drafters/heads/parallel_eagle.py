@@ -34,7 +34,7 @@ class ParallelEagle3(Eagle3):
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         growth, end = self._growths[tree.shape], state.end[:, None]
-        growth.begin(state, tree)
+        tree.tokens[:, 0] = state.newest
         fresh = self._newest(end, self._fresh)
         _, normed = self._advance(end, fresh, fresh >= 0, newest=True)[-1]
         if growth.depth > 1:
