@@ -152,8 +152,8 @@ class GrownTree:
         if states is not None and max(widths) > 1:
             self._branches = states.tree(self.nodes, growth.depth)
         # The depth of each column of a forward's inputs: the newest tokens, then masks or the tree's nodes.
-        depths = [d + 1 for d, width in enumerate(widths) for _ in range(width)]
-        columns = [*range(1 - refeed, 1), *(depths if self._mask is None else range(1, masks + 1))]
+        below = growth.shape.depths[1:] if self._mask is None else range(1, masks + 1)
+        columns = [*range(1 - refeed, 1), *below]
         # The nodes that each forward after the first processes.
         later = growth.frontiers[1:] if self._mask is None else []
 

@@ -30,9 +30,8 @@ class TreeGrowth:
 
     def __init__(self, tree: str | Shape) -> None:
         self.shape = device_tree_shape(tree_shape(tree))
-        self.depth = len(self.shape.widths)
+        self.depth, self.nodes = self.shape.depth, self.shape.nodes
         starts = [0, *accumulate(self.shape.widths, initial=1)]
-        self.nodes = starts[-1]
         self.frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]
 
     def buffer_bytes(self, batch: int) -> int:
