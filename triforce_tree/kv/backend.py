@@ -1,7 +1,7 @@
 """The contract of a KV backend: where the target's keys and values are kept, and all that depends on it.
 
 The engine, generations, sessions and plans use backends through :class:`KVBackend` alone. A further kind of
-KV cache is a subclass, and one line in ``kv/choose.py`` (CONTRIBUTING.md, "a further kind of KV cache").
+KV cache is a subclass, and one line in ``kv/choose.py`` (CONTRIBUTING.md, "Add a KV cache").
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
