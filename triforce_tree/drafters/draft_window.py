@@ -70,7 +70,9 @@ class DraftWindow:
         raise NotImplementedError
 
     def begin_tree(self, state: SequenceState) -> None:
-        """Makes the window ready for a tree, on the device; by default nothing, as trees share slots."""
+        """Makes the window ready for a tree, on the device; by default nothing, as a tree overwrites the last
+        one's slots.
+        """
 
 
 class RecomputedWindow(DraftWindow):
